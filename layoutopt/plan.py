@@ -1,0 +1,113 @@
+"""The Plan: every layout, kernel variant, relayout and arena offset of one training step, as a JSON file.
+
+A plan is bound to one graph and one device model by their hashes. ``validate`` recomputes feasibility and the predicted
+cost from scratch and is called before a plan leaves the solver and whenever one is loaded.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from layoutopt.layout import Layout, Mode
+
+__all__ = ["ArenaSlot", "ItemCost", "LayoutDoc", "Plan", "PlannedOp", "PlannedRelayout", "SolverReport"]
+
+PLAN_VERSION = 1
+
+
+class LayoutDoc(msgspec.Struct, frozen=True):
+    """A layout in a file: modes as ``[axis, extent, stride, dim]``."""
+
+    shape: tuple[int, ...]
+    modes: tuple[tuple[int, int, int, int], ...]
+    size: tuple[int, ...]
+    base: tuple[int, ...]
+
+    @staticmethod
+    def of(layout: Layout) -> LayoutDoc:
+        """From the value."""
+        modes = tuple((m.axis, m.extent, m.stride, m.dim) for m in layout.modes)
+        return LayoutDoc(layout.shape, modes, layout.size, layout.base)
+
+    def layout(self) -> Layout:
+        """To the value; LayoutError where the file holds nonsense."""
+        return Layout.build(self.shape, [Mode(*m) for m in self.modes], self.size, self.base)
+
+
+class ItemCost(msgspec.Struct, frozen=True):
+    """Predicted nanoseconds of one op or relayout, itemised; ``measured`` says that the total was looked up."""
+
+    total_ns: int
+    compute_ns: int = 0
+    memory_ns: int = 0
+    launch_ns: int = 0
+    measured: bool = False
+
+
+class PlannedOp(msgspec.Struct, frozen=True):
+    """An op's kernel variant label and, per operand, the position in ``Plan.layouts[storage]`` that it uses."""
+
+    op: str
+    variant: str
+    layouts: tuple[int, ...]
+    cost: ItemCost
+
+
+class PlannedRelayout(msgspec.Struct, frozen=True):
+    """A conversion of ``storage`` from its primary layout to ``Plan.layouts[storage][target]`` just before op ``before``."""
+
+    storage: str
+    target: int
+    before: str
+    variant: str
+    cost: ItemCost
+    bytes_moved: int
+
+
+class ArenaSlot(msgspec.Struct, frozen=True):
+    """A buffer in the arena: a materialised layout of a storage (``name#position``) or a kernel's workspace.
+
+    ``first`` and ``last`` are positions in the plan's step list (relayouts and ops, in order), both included.
+    """
+
+    name: str
+    offset_bytes: int
+    size_bytes: int
+    first: int
+    last: int
+
+
+class SolverReport(msgspec.Struct, frozen=True):
+    """How the assignment was found and what is proven about it."""
+
+    strategy: str
+    method: str
+    status: str
+    objective_ns: int
+    bound_ns: int
+    gap: float
+    seconds: float
+    storages: int
+    candidates: int
+    choices: int
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """See the module docstring.
+
+    ``layouts[storage][0]`` is the primary; ``ops`` are in execution order; ``steps`` interleaves indices: ``("op", i)``
+    and ``("relayout", j)``.
+    """
+
+    version: int
+    graph_name: str
+    graph_hash: str
+    device_name: str
+    device_hash: str
+    layouts: dict[str, tuple[LayoutDoc, ...]]
+    ops: tuple[PlannedOp, ...]
+    relayouts: tuple[PlannedRelayout, ...]
+    steps: tuple[tuple[str, int], ...]
+    arena_bytes: int
+    arena: tuple[ArenaSlot, ...]
+    solver: SolverReport

@@ -1,0 +1,1 @@
+"""simulator: explains a plan by driving its address streams through a cache hierarchy."""
