@@ -13,6 +13,7 @@ from statistics import median
 import numpy as np
 import pyopencl as cl
 
+from kernels.pocl import name_generic_cpu
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel
 from layoutopt.errors import DeviceError
@@ -51,6 +52,7 @@ def limits_of(device: cl.Device) -> DeviceLimits:
 
 @lru_cache(maxsize=16)
 def _context(device: cl.Device) -> cl.Context:
+    name_generic_cpu(device.int_ptr, device.platform.version)
     return cl.Context([device])
 
 
