@@ -1,0 +1,319 @@
+"""The device model: what is known about one device, as a TOML file that planning and simulating load without the device.
+
+Specification (from the device and its sheet), measurements (raw repetitions, kept), fitted constants (with the error on
+kernels that were held out from the fit). A model is a value: calibrating makes a new one, predicting changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from kernels.spec import DeviceLimits
+from layoutopt.errors import DeviceError
+from layoutopt.files import write_atomic
+
+__all__ = [
+    "CacheLevel",
+    "DeviceModel",
+    "FamilyFit",
+    "Fact",
+    "HeldOut",
+    "Measurement",
+    "Probe",
+    "list_builtin",
+    "load",
+    "loads",
+    "save",
+]
+
+FORMAT_VERSION = 1
+BUILTIN_DIR = Path(__file__).parent / "devices"
+
+
+@dataclass(frozen=True)
+class CacheLevel:
+    """One cache, nearest first in ``DeviceModel.caches``; 0 where a number is not known.
+
+    Attributes:
+        name: "L1", "texture L1", "L2".
+        size_bytes: capacity; of each instance where the cache is not shared.
+        line_bytes: what one tag covers.
+        ways: associativity.
+        shared: one instance serves every compute unit, rather than one each.
+        sector_bytes: what one miss fetches; 0 means a whole line.
+        serves: "all", or "buffer" / "image" where other accesses pass it by.
+        latency_s: of a hit.
+        bandwidth_bytes_per_s: of hits, whole device.
+        write_back: a store is written on eviction rather than at once.
+        write_allocate: a store that misses fetches its line.
+        source: where the numbers come from.
+        confidence: "high", "medium", "low" or "assumed".
+    """
+
+    name: str
+    size_bytes: int
+    line_bytes: int = 64
+    ways: int = 8
+    shared: bool = False
+    sector_bytes: int = 0
+    serves: str = "all"
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = 0.0
+    write_back: bool = True
+    write_allocate: bool = True
+    source: str = ""
+    confidence: str = "assumed"
+
+    @property
+    def sets(self) -> int:
+        """Number of sets."""
+        return max(self.size_bytes // (self.line_bytes * self.ways), 1)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A number (SI units, named by its key) or a word, with its source and how far to trust it."""
+
+    value: float | str
+    source: str
+    confidence: str
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A microbenchmark: what was run, how much work one run is, and the raw repetitions."""
+
+    what: str
+    work: float
+    unit: str
+    rounds_ns: tuple[int, ...]
+
+    @property
+    def per_s(self) -> float:
+        """Median rate in ``unit`` per second."""
+        return self.work * 1e9 / max(median(self.rounds_ns), 1)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One kernel, filed under ``Kernel.key``.
+
+    Attributes:
+        variant: the variant's label.
+        spec: what it computes, for people.
+        rounds_ns: raw repetitions in the order they ran, outliers included.
+        features: values in the order of ``DeviceModel.features``.
+        held_out: kept away from the fit that ``DeviceModel.held_out`` judges.
+    """
+
+    variant: str
+    spec: str
+    rounds_ns: tuple[int, ...]
+    features: tuple[float, ...]
+    held_out: bool = False
+
+    @property
+    def median_ns(self) -> float:
+        """Median of the repetitions."""
+        return float(median(self.rounds_ns))
+
+
+@dataclass(frozen=True)
+class FamilyFit:
+    """Fitted non-negative constants (nanoseconds per unit of each feature) of a variant name, a family or "all".
+
+    Attributes:
+        ns_per: coefficient by feature name; an absent feature costs nothing.
+        samples: kernels in the fit.
+        median_error: median absolute percentage error on those same kernels (the residual, not a test).
+    """
+
+    ns_per: Mapping[str, float]
+    samples: int
+    median_error: float
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Error on kernels that no fit or choice had seen: absolute percentage errors as fractions, Kendall's tau over
+    all of them (``tau``) and the mean over groups of kernels that compute the same spec (``tau_within_spec``)."""
+
+    kernels: int
+    median_error: float
+    p90_error: float
+    within_10: float
+    within_20: float
+    tau: float
+    tau_within_spec: float
+    fitted_on: int
+    date: str
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """See the module docstring.
+
+    Attributes:
+        name: the device's own name.
+        driver: driver version, as the device reports it.
+        platform: OpenCL platform name and version; empty for a model made from public facts.
+        limits: what the device allows.
+        origin: "calibrated" or "modelled" (from public facts, never measured).
+        date: ISO date and time of the calibration or of the facts.
+        caches: nearest first.
+        facts: numbers by key: ``flops_per_s``, ``memory_bytes_per_s``, ``launch_s`` are what the roofline needs.
+        unknown: what nobody has published and no one here has measured.
+        probes: microbenchmarks by name.
+        features: names of the features that ``measurements`` list.
+        measurements: by kernel key.
+        constants: fits by variant name ("contraction.outer"), family ("contraction") and "all".
+        held_out: the error report of the fit, if there is a fit.
+        budget_s: time that the calibration took.
+    """
+
+    name: str
+    driver: str
+    platform: str
+    limits: DeviceLimits
+    origin: str = "modelled"
+    date: str = ""
+    caches: tuple[CacheLevel, ...] = ()
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
+    probes: Mapping[str, Probe] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+    measurements: Mapping[str, Measurement] = field(default_factory=dict)
+    constants: Mapping[str, FamilyFit] = field(default_factory=dict)
+    held_out: HeldOut | None = None
+    budget_s: float = 0.0
+
+    def number(self, key: str) -> float:
+        """A numeric fact.
+
+        Raises:
+            DeviceError: the model does not state it.
+        """
+        fact = self.facts.get(key)
+        if fact is None or isinstance(fact.value, str):
+            stated = ", ".join(sorted(self.facts)) or "none"
+            raise DeviceError(f"device model {self.name!r} states no number {key!r} (facts stated: {stated}): add it")
+        return float(fact.value)
+
+    @cached_property
+    def hash(self) -> str:
+        """SHA-256 of the canonical content: what a plan is bound to. A new calibration has a new hash."""
+        typed = msgspec.convert(dataclasses.asdict(self), DeviceModel)  # numbers take their declared types
+        # asdict rather than msgspec's encoder, which leaves out defaults that a file did not state.
+        return hashlib.sha256(msgspec.json.encode(dataclasses.asdict(typed), order="sorted")).hexdigest()
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def _plain(model: DeviceModel) -> dict[str, Any]:
+    body = msgspec.to_builtins(dataclasses.asdict(model))
+    body = {key: value for key, value in body.items() if value is not None}
+    # Plain values first: a TOML key after a table would belong to the table.
+    tables = {key: value for key, value in body.items() if isinstance(value, dict)}
+    return {"format": FORMAT_VERSION} | {k: v for k, v in body.items() if k not in tables} | tables
+
+
+def dumps(model: DeviceModel) -> str:
+    """The model as TOML; raw repetitions and features stay on one line each."""
+    body = _plain(model)
+    records = body.pop("measurements", {})
+    lines = [tomli_w.dumps(body)]
+    for key, m in records.items():
+        lines.append(
+            f"[measurements.{key}]\nvariant = {_quoted(m['variant'])}\nspec = {_quoted(m['spec'])}\n"
+            f"rounds_ns = {list(m['rounds_ns'])}\nfeatures = {list(m['features'])}\n"
+            f"held_out = {str(m['held_out']).lower()}\n"
+        )
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    return msgspec.json.encode(text).decode()
+
+
+def loads(text: str, where: str = "device model") -> DeviceModel:
+    """The model in ``text``; ``where`` names it in errors.
+
+    Raises:
+        DeviceError: no TOML, another format, a missing, misspelt or mistyped entry.
+    """
+    try:
+        raw = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DeviceError(f"{where} is damaged ({error}): write it anew with `layoutopt calibrate`") from error
+    version = raw.pop("format", None)
+    if version != FORMAT_VERSION:
+        raise DeviceError(
+            f"{where} has device model format {version}, this layoutopt reads {FORMAT_VERSION}: "
+            "write it anew with `layoutopt calibrate`"
+        )
+    try:
+        model = msgspec.convert(raw, DeviceModel)
+    except msgspec.ValidationError as error:
+        raise DeviceError(f"{where} is not a device model ({error}): correct that entry or calibrate anew") from error
+    _refuse_unknown(raw, model, where)
+    return model
+
+
+def _refuse_unknown(raw: dict[str, Any], model: DeviceModel, where: str) -> None:
+    parts: list[tuple[str, Mapping[str, Any], type]] = [("", raw, DeviceModel)]
+    parts += [("limits.", raw["limits"], DeviceLimits)]
+    parts += [("caches.", cache, CacheLevel) for cache in raw.get("caches", [])]
+    for prefix, table, kind in parts:
+        known = {f.name for f in dataclasses.fields(kind)}
+        for key in table:
+            if key not in known:
+                raise DeviceError(f"{where} has the unknown entry {prefix}{key}; known: {', '.join(sorted(known))}")
+    for key, m in model.measurements.items():
+        if not m.rounds_ns or len(m.features) != len(model.features):
+            raise DeviceError(
+                f"{where}: measurement {key} has {len(m.rounds_ns)} repetitions and {len(m.features)} features; "
+                f"expected at least 1 and {len(model.features)}: calibrate anew"
+            )
+
+
+def save(model: DeviceModel, path: str | os.PathLike[str]) -> None:
+    """Write the model; nothing half-written stays behind."""
+    write_atomic(path, dumps(model))
+
+
+def list_builtin() -> tuple[str, ...]:
+    """Names of the models shipped with the package."""
+    return tuple(sorted(p.stem for p in BUILTIN_DIR.glob("*.toml")))
+
+
+def load(name_or_path: str | os.PathLike[str]) -> DeviceModel:
+    """Read a device model: a shipped name (see :func:`list_builtin`) or a file.
+
+    Raises:
+        DeviceError: there is none of that name, or it is no device model.
+    """
+    text = os.fspath(name_or_path)
+    path = BUILTIN_DIR / f"{text}.toml" if text in list_builtin() else Path(text)
+    if not path.is_file():
+        raise DeviceError(
+            f"no device model {text!r}: expected a file, or one of {', '.join(list_builtin())}; "
+            "`layoutopt calibrate` writes one for a device that is here"
+        )
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise DeviceError(f"{path} cannot be read as a device model ({error}): calibrate anew") from error
+    return loads(content, str(path))
