@@ -143,13 +143,22 @@ class Launch:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A variant specialised for an op's shapes and its operands' layouts: one or more launches in order."""
+    """A variant specialised for an op's shapes and its operands' layouts: one or more launches in order.
+
+    Attributes:
+        layouts: the operands as the op sees them: how data is put into them and read back.
+        launches: in order.
+        scratch: workspace buffers, positions after the operands.
+        views: the same storages under the axes that the launches index, where a family merges or reorders axes
+            (pointwise kernels do); empty where they are ``layouts``.
+    """
 
     spec: OpSpec
     variant: KernelVariant
     layouts: tuple[Layout, ...]
     launches: tuple[Launch, ...]
     scratch: tuple[Scratch, ...] = ()
+    views: tuple[Layout, ...] = ()
     _key: list[str] = field(default_factory=list, compare=False, hash=False, repr=False)
 
     @property
@@ -161,7 +170,12 @@ class Kernel:
         return self._key[0]
 
     def operand_layout(self, position: int) -> Layout:
-        """Layout of an operand or scratch buffer."""
+        """Layout of an operand or scratch buffer over the axes that the launches index (nests, macros, traces)."""
+        n = len(self.layouts)
+        return (self.views or self.layouts)[position] if position < n else self.scratch[position - n].layout
+
+    def buffer_layout(self, position: int) -> Layout:
+        """Layout of an operand or scratch buffer over the op's own axes (allocation, packing, reading back)."""
         n = len(self.layouts)
         return self.layouts[position] if position < n else self.scratch[position - n].layout
 

@@ -100,7 +100,7 @@ class PreparedKernel:
                 self.storage.append(self.storage[reuse[position]])
                 self.buffers.append(self.buffers[reuse[position]])
                 continue
-            layout, dtype = kernel.operand_layout(position), kernel.operand_dtype(position)
+            layout, dtype = kernel.buffer_layout(position), kernel.operand_dtype(position)
             if position < spec.inputs:
                 values = pack(layout, inputs[position], dtype)
             else:
@@ -142,7 +142,7 @@ class PreparedKernel:
 
     def outputs(self) -> list[np.ndarray]:
         """The logical values of every output."""
-        return [self.read(p)[self.kernel.operand_layout(p).linear_offsets()] for p in self.output_positions]
+        return [self.read(p)[self.kernel.buffer_layout(p).linear_offsets()] for p in self.output_positions]
 
 
 def check_kernel(
@@ -171,7 +171,7 @@ def check_kernel(
     in_place = {inp for _, inp in spec.inplace}
     for position in range(len(spec.shapes) + len(kernel.scratch)):
         after, before = prepared.read(position), prepared.storage[position]
-        layout = kernel.operand_layout(position)
+        layout = kernel.buffer_layout(position)
         what = f"{label}: operand {position} {layout.describe()}"
         if position < spec.inputs and position not in in_place:
             assert _same(after, before), f"{what}: an input was written"

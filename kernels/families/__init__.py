@@ -1,0 +1,9 @@
+"""Kernel families, one module each; ``ALL`` is the registry that ``kernels.variants`` reads."""
+
+from __future__ import annotations
+
+from kernels.spec import Family
+
+__all__ = ["ALL"]
+
+ALL: tuple[Family, ...] = ()
