@@ -1,0 +1,345 @@
+"""Address streams: a kernel's loop nest walked in dispatch order, straight into the cache hierarchy.
+
+Nothing is stored: the compiled walker computes each access' coordinates from the nest's terms, its element offset from
+per-axis tables of the operand's layout (a layout is separable: the offset is a sum over axes), and touches the lines.
+Work groups go to cores in turn. Within a group, ``wave`` neighbouring work items execute together: the lines that one
+instruction touches over the lanes of a wave are touched once each, as a coalescing memory unit does; on a CPU the wave
+is one work item. Accesses outside the logical shape do not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numba import njit
+
+from kernels.nest import Data, Index, Loop, Phase
+from kernels.spec import CTYPES, Kernel, Launch
+from layoutopt.layout import Layout
+from simulator.cache import State, line_access
+
+__all__ = ["Walk", "compile_launch", "walk"]
+
+_ITEM_BYTES = {"float": 4, "int": 4, "uchar": 1}
+_MAX_LINES = 2048  # distinct lines of one instruction over a wave: 128 lanes × 16 values
+
+
+@dataclass(frozen=True)
+class _PhaseArrays:
+    """One phase: loop extents, and per access its shape in flat arrays."""
+
+    extents: np.ndarray  # [loops]
+    meta: np.ndarray  # [accesses, 8]: operand, width, axis, write, depth, first coordinate, coordinates, item bytes
+    coords: np.ndarray  # [coordinates, 6]: const, first term, terms, extent, first table entry, data operand or -1
+    terms: np.ndarray  # [terms, 4]: variable, coef, div, mod
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A launch flattened for the compiled walker.
+
+    Attributes:
+        groups: work groups.
+        group_extents: extents of the grid's group loops, outermost first.
+        item_extents: extents of its item loops.
+        phases: the phases' arrays.
+        tables: element offset by coordinate, every axis of every operand end to end.
+        bases: element offset of each operand's logical origin, by operand position.
+        data: values of integer operands, end to end (gather coordinates).
+        executions: load and store instructions in the whole launch, guards ignored.
+    """
+
+    groups: int
+    group_extents: np.ndarray
+    item_extents: np.ndarray
+    phases: tuple[_PhaseArrays, ...]
+    tables: np.ndarray
+    bases: np.ndarray
+    data: np.ndarray
+    executions: int
+
+
+def _table(layout: Layout, axis: int) -> np.ndarray:
+    """Linear element offset contributed by each coordinate of an axis."""
+    if layout.is_image:
+        _, columns, lanes = layout.size
+        weight = (columns * lanes, lanes, 1)
+    else:
+        weight = (1,)
+    coordinate = np.arange(layout.shape[axis], dtype=np.int64)
+    out = np.zeros_like(coordinate)
+    inner = 1
+    for mode in reversed(layout.axis_modes(axis)):
+        out += (coordinate // inner) % mode.extent * (mode.stride * weight[mode.dim])
+        inner *= mode.extent
+    return out
+
+
+def compile_launch(kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray]) -> Walk:
+    """Flatten a launch.
+
+    Args:
+        kernel: for its operands' layouts and dtypes.
+        launch: which of its launches.
+        ids: values of the integer operands that steer a gather, by operand position.
+    """
+    nest = launch.nest
+    groups = [loop for loop in nest.grid if loop.kind == "group"] or [Loop("", 1, "group")]
+    items = [loop for loop in nest.grid if loop.kind == "item"] or [Loop("", 1, "item")]
+    # Variables are numbered group loops first, then item loops, then a phase's own.
+    names: dict[str, int] = {loop.name: i for i, loop in enumerate(groups + items)}
+    positions = sorted({a.operand for p in nest.phases for a in p.accesses} | set(ids))
+    tables: list[np.ndarray] = []
+    first_entry: dict[tuple[int, int], int] = {}
+    bases = np.zeros(max(positions, default=0) + 1, dtype=np.int64)
+    filled = 0
+    for position in positions:
+        layout = kernel.operand_layout(position)
+        base = layout.base
+        bases[position] = base[0] if not layout.is_image else (base[0] * layout.size[1] + base[1]) * 4 + base[2]
+        for axis in range(layout.rank):
+            first_entry[position, axis] = filled
+            tables.append(_table(layout, axis))
+            filled += tables[-1].size
+    data: list[np.ndarray] = []
+    data_at: dict[int, int] = {}
+    for position, values in ids.items():
+        data_at[position] = sum(d.size for d in data)
+        data.append(np.asarray(values, dtype=np.int64).reshape(-1))
+    phases = tuple(_flatten(kernel, p, names, first_entry, data_at) for p in nest.phases)
+    return Walk(
+        nest.groups,
+        np.array([loop.extent for loop in groups], dtype=np.int64),
+        np.array([loop.extent for loop in items], dtype=np.int64),
+        phases,
+        np.concatenate(tables) if tables else np.zeros(1, dtype=np.int64),
+        bases,
+        np.concatenate(data) if data else np.zeros(1, dtype=np.int64),
+        sum(nest.executions(p, a) for p in nest.phases for a in p.accesses),
+    )
+
+
+def _flatten(
+    kernel: Kernel,
+    phase: Phase,
+    grid_names: Mapping[str, int],
+    first_entry: Mapping[tuple[int, int], int],
+    data_at: Mapping[int, int],
+) -> _PhaseArrays:
+    names = {**grid_names, **{loop.name: len(grid_names) + i for i, loop in enumerate(phase.loops)}}
+    meta, coords, terms = [], [], []
+
+    def add_index(value: Index) -> tuple[int, int]:
+        start = len(terms)
+        terms.extend((names[t.loop], t.coef, t.div, t.mod) for t in value.terms)
+        return start, len(value.terms)
+
+    for access in phase.accesses:
+        first = len(coords)
+        shape = kernel.operand_layout(access.operand).shape
+        for axis, coordinate in enumerate(access.index):
+            entry = first_entry[access.operand, axis]
+            if isinstance(coordinate, Data):
+                flat = _flat_index(coordinate, kernel.operand_layout(coordinate.operand).shape)
+                start, count = add_index(flat)
+                coords.append((flat.const, start, count, shape[axis], entry, data_at[coordinate.operand]))
+            else:
+                start, count = add_index(coordinate)
+                coords.append((coordinate.const, start, count, shape[axis], entry, -1))
+        depth = len(phase.loops) if access.depth < 0 else access.depth
+        item = _ITEM_BYTES[CTYPES[kernel.operand_dtype(access.operand)]]
+        meta.append((access.operand, access.width, access.axis, access.write, depth, first, len(access.index), item))
+    return _PhaseArrays(
+        np.array([loop.extent for loop in phase.loops], dtype=np.int64),
+        np.array(meta, dtype=np.int64).reshape(-1, 8),
+        np.array(coords, dtype=np.int64).reshape(-1, 6),
+        np.array(terms, dtype=np.int64).reshape(-1, 4),
+    )
+
+
+def _flat_index(data: Data, shape: tuple[int, ...]) -> Index:
+    """The row-major position of the integer value that a Data coordinate reads."""
+    out = Index()
+    for axis, part in enumerate(data.index):
+        weight = prod(shape[axis + 1 :])
+        scaled = tuple(type(t)(t.loop, t.coef * weight, t.div, t.mod) for t in part.terms)
+        out = out + Index(part.const * weight, scaled)
+    return out
+
+
+def walk(
+    launch: Walk,
+    state: State,
+    addresses: np.ndarray,
+    counts: np.ndarray,
+    first: int,
+    last: int,
+    cores: int,
+    wave: int,
+) -> None:
+    """Run work groups ``first`` to ``last`` (excluded) through the caches.
+
+    Args:
+        launch: the flattened launch.
+        state: caches, updated.
+        addresses: byte address of each operand's allocation, by operand position.
+        counts: int64 [operands, 3 + 2 * levels + 2], increased: instructions, lines, bytes asked for, then the
+            hierarchy's counters (see ``line_access``).
+        first: first group.
+        last: end of the groups.
+        cores: cores that take groups in turn.
+        wave: work items that execute together.
+    """
+    for group in range(first, last):
+        for phase in launch.phases:
+            _walk_group(
+                group,
+                group % cores,
+                wave,
+                launch.group_extents,
+                launch.item_extents,
+                phase.extents,
+                phase.meta,
+                phase.coords,
+                phase.terms,
+                launch.tables,
+                launch.bases,
+                launch.data,
+                addresses,
+                state,
+                counts,
+            )
+
+
+@njit(cache=True)
+def _walk_group(  # noqa: PLR0913, PLR0912, PLR0915 - one flat compiled loop
+    group,
+    core,
+    wave,
+    group_extents,
+    item_extents,
+    extents,
+    meta,
+    coords,
+    terms,
+    tables,
+    bases,
+    data,
+    addresses,
+    state,
+    counts,
+):
+    n_group, n_item, n_loop = group_extents.size, item_extents.size, extents.size
+    grid = n_group + n_item
+    variables = np.zeros(grid + n_loop, dtype=np.int64)
+    rest = group
+    for i in range(n_group - 1, -1, -1):
+        variables[i] = rest % group_extents[i]
+        rest //= group_extents[i]
+    items = 1
+    for i in range(n_item):
+        items *= item_extents[i]
+    lanes = np.zeros((wave, n_item), dtype=np.int64)
+    lines = np.zeros(_MAX_LINES, dtype=np.int64)
+    for start in range(0, items, wave):
+        width = min(wave, items - start)
+        for lane in range(width):
+            rest = start + lane
+            for i in range(n_item - 1, -1, -1):
+                lanes[lane, i] = rest % item_extents[i]
+                rest //= item_extents[i]
+        for i in range(n_loop):
+            variables[grid + i] = 0
+        entered = 0  # loads at this depth or deeper are due
+        while True:
+            # Which loop is next to advance, once this iteration is over.
+            advance = n_loop - 1
+            while advance >= 0 and variables[grid + advance] == extents[advance] - 1:
+                advance -= 1
+            for part in range(3):
+                for a in range(meta.shape[0]):
+                    depth = meta[a, 4]
+                    is_store = meta[a, 3] == 1
+                    if part == 0:
+                        due = depth < n_loop and not is_store and depth >= entered
+                    elif part == 1:
+                        due = depth == n_loop
+                    else:
+                        due = depth < n_loop and is_store and depth > advance
+                    if due:
+                        _access(
+                            a, width, n_group, n_item, variables, lanes, lines, meta, coords, terms, tables, bases,
+                            data, addresses, state, core, counts,
+                        )
+            if advance < 0:
+                break
+            variables[grid + advance] += 1
+            for i in range(advance + 1, n_loop):
+                variables[grid + i] = 0
+            entered = advance + 1
+
+
+@njit(cache=True)
+def _access(  # noqa: PLR0913
+    a, width, n_group, n_item, variables, lanes, lines, meta, coords, terms, tables, bases, data, addresses, state,
+    core, counts,
+):
+    """One instruction over the lanes of a wave: collect the distinct lines, touch each once."""
+    operand, vector, axis, write = meta[a, 0], meta[a, 1], meta[a, 2], meta[a, 3] == 1
+    first, n_coords, item_bytes = meta[a, 5], meta[a, 6], meta[a, 7]
+    shift = state.shift[0]
+    found = 0
+    row = counts[operand]
+    asked = 0
+    for lane in range(width):
+        for i in range(n_item):
+            variables[n_group + i] = lanes[lane, i]
+        offset = bases[operand]
+        inside = True
+        along = 0
+        for c in range(n_coords):
+            value = coords[first + c, 0]
+            for t in range(coords[first + c, 1], coords[first + c, 1] + coords[first + c, 2]):
+                x = variables[terms[t, 0]]
+                if terms[t, 2] != 1:
+                    x //= terms[t, 2]
+                if terms[t, 3] != 0:
+                    x %= terms[t, 3]
+                value += x * terms[t, 1]
+            if coords[first + c, 5] >= 0:
+                value = data[coords[first + c, 5] + value]
+            if value < 0 or value >= coords[first + c, 3]:
+                inside = False
+                break
+            if c == axis:
+                along = value
+            else:
+                offset += tables[coords[first + c, 4] + value]
+        if not inside:
+            continue
+        row[0] += 1
+        if n_coords == 0:
+            reach, table = 1, -1
+        else:
+            table = coords[first + axis, 4] + along
+            reach = min(vector, coords[first + axis, 3] - along)
+        for v in range(reach):
+            where = offset + (tables[table + v] if table >= 0 else 0)
+            byte = addresses[operand] + where * item_bytes
+            line = byte >> shift
+            asked += item_bytes
+            seen = False
+            for k in range(found - 1, -1, -1):
+                if lines[k] == line:
+                    seen = True
+                    break
+            if not seen and found < lines.size:
+                lines[found] = line
+                found += 1
+    row[2] += asked
+    row[1] += found
+    for k in range(found):
+        line_access(state, core, lines[k] << shift, write, row[3:])
