@@ -1,0 +1,441 @@
+"""The OpenCL runtime: devices, programs, buffers, queues. The rest of the product never sees pyopencl.
+
+pyopencl is imported on first use, so that planning and simulating work where no OpenCL is installed. Programs are
+cached in memory by (source, options) and on disk by the driver (PoCL, NVIDIA, …) or by pyopencl where the driver has no cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from platformdirs import user_cache_path
+
+from kernels.pocl import name_generic_cpu
+from kernels.spec import DeviceLimits
+from layoutopt.errors import DeviceError
+
+__all__ = ["BUILD_OPTIONS", "DeviceInfo", "Runtime", "devices", "no_device_reason", "pick"]
+
+BUILD_OPTIONS = "-cl-std=CL1.2 -cl-mad-enable"
+"""Multiply-adds may fuse; NaN, infinities and division keep their IEEE meaning (no fast-math)."""
+
+DEVICE_ENV = "LAYOUTOPT_DEVICE"
+DUMP_ENV = "LAYOUTOPT_DUMP"
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """An OpenCL device as the driver reports it.
+
+    Attributes:
+        index: position in ``devices()``.
+        platform: platform name.
+        platform_version: platform version (for PoCL it names the release and its LLVM).
+        vendor: platform vendor.
+        name: device name.
+        version: device's OpenCL version.
+        driver: driver version.
+        clc_version: version of OpenCL C.
+        limits: what kernels and plans have to fit.
+        denormals: float32 keeps denormals.
+        inf_nan: float32 knows infinities and NaN.
+        fma: fused multiply-add is fast enough that the driver declares it.
+        image_max_array: layers of an image array.
+        image_max_buffer_texels: length of a 1-D image buffer.
+        timer_resolution_ns: of profiling events.
+        note: what was done so that this driver works at all; empty as a rule.
+        handle: the driver's object.
+    """
+
+    index: int
+    platform: str
+    platform_version: str
+    vendor: str
+    name: str
+    version: str
+    driver: str
+    clc_version: str
+    limits: DeviceLimits
+    denormals: bool
+    inf_nan: bool
+    fma: bool
+    image_max_array: int
+    image_max_buffer_texels: int
+    timer_resolution_ns: int
+    note: str = ""
+    handle: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """What ``pick`` matches a selector against: ``platform version | device name``."""
+        return f"{self.platform} {self.platform_version} | {self.name}"
+
+    @property
+    def short(self) -> str:
+        """Short name for tables and test ids: device name and driver version."""
+        return f"{self.name}/{self.driver}"
+
+    @property
+    def model_hash_fields(self) -> dict[str, str | int]:
+        """What measured times depend on: a device model made under other values does not apply."""
+        return {
+            "platform": self.platform,
+            "platform_version": self.platform_version,
+            "name": self.name,
+            "driver": self.driver,
+            "kind": self.limits.kind,
+            "compute_units": self.limits.compute_units,
+        }
+
+
+# ---- finding devices ------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _discover() -> tuple[tuple[DeviceInfo, ...], str]:
+    try:
+        _prepare_environment()
+        import pyopencl as cl
+    except ImportError as error:
+        return (), f"pyopencl cannot be imported ({error}); install it with `pip install pyopencl`"
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error as error:
+        return (), (
+            f"the OpenCL loader found no driver ({_first_line(error)}); install the one of your GPU, "
+            "or a CPU driver with `pip install pocl-binary-distribution`"
+        )
+    found: list[DeviceInfo] = []
+    problems: list[str] = []
+    for platform in platforms:
+        try:
+            handles = platform.get_devices()
+        except cl.Error as error:
+            problems.append(f"{platform.name}: {_first_line(error)}")
+            continue
+        if not handles:
+            problems.append(f"{platform.name} {platform.version} lists no device")
+        found += [_describe(cl, platform, handle, len(found) + i) for i, handle in enumerate(handles)]
+    reason = "" if found else "; ".join(problems) or "the OpenCL loader lists no platform"
+    return tuple(found), reason
+
+
+def devices() -> list[DeviceInfo]:
+    """Every OpenCL device of every driver; empty where there is none (``no_device_reason`` says why)."""
+    return list(_discover()[0])
+
+
+def no_device_reason() -> str:
+    """Why ``devices()`` is empty, with the way out; empty where it is not."""
+    return _discover()[1]
+
+
+def pick(selector: str | None = None) -> DeviceInfo:
+    """One device.
+
+    Args:
+        selector: an index, or a part of "platform version | device name" in any case. By default the environment's
+            LAYOUTOPT_DEVICE, else the first GPU, else the newest PoCL, else the first device.
+
+    Raises:
+        DeviceError: there is no device, none matches, or several do.
+    """
+    found = devices()
+    if not found:
+        raise DeviceError(f"no OpenCL device: {no_device_reason()}")
+    wanted = selector if selector is not None else os.environ.get(DEVICE_ENV, "")
+    if not wanted:
+        return _default(found)
+    listed = "; ".join(f"{d.index}: {d.label}" for d in found)
+    if wanted.isdecimal():
+        if int(wanted) >= len(found):
+            raise DeviceError(f"there is no OpenCL device {wanted}; choose one of {listed}")
+        return found[int(wanted)]
+    matches = [d for d in found if wanted.casefold() in d.label.casefold()]
+    exact = [d for d in matches if wanted.casefold() in (d.label.casefold(), d.name.casefold())]
+    matches = exact if len(exact) == 1 else matches
+    if not matches:
+        raise DeviceError(f"no OpenCL device matches {wanted!r}; choose one of {listed}")
+    if len(matches) > 1:
+        several = "; ".join(f"{d.index}: {d.label}" for d in matches)
+        raise DeviceError(f"device {wanted!r} is ambiguous: it matches {several}; give more of the name or the index")
+    return matches[0]
+
+
+def _default(found: list[DeviceInfo]) -> DeviceInfo:
+    gpus = [d for d in found if d.limits.kind == "gpu"]
+    return gpus[0] if gpus else max(found, key=lambda d: (_pocl_release(d.platform_version), -d.index))
+
+
+def _pocl_release(platform_version: str) -> tuple[int, int, int]:
+    """(major, minor, final) of a PoCL, zeros of anything else; a release candidate comes before its release."""
+    match = re.search(r"pocl (\d+)\.(\d+)(-rc|-pre)?", platform_version, re.IGNORECASE)
+    return (int(match[1]), int(match[2]), 0 if match[3] else 1) if match else (0, 0, 0)
+
+
+def _describe(cl: Any, platform: Any, device: Any, index: int) -> DeviceInfo:
+    cpu = bool(device.type & cl.device_type.CPU)
+    flags = device.single_fp_config
+    bits = cl.device_fp_config
+    named = name_generic_cpu(device.int_ptr, platform.version)
+    images = bool(device.image_support)
+    return DeviceInfo(
+        index=index,
+        platform=platform.name.strip(),
+        platform_version=" ".join(platform.version.split()),
+        vendor=platform.vendor.strip(),
+        name=device.name.strip(),
+        version=device.version.strip(),
+        driver=device.driver_version.strip(),
+        clc_version=device.opencl_c_version.strip(),
+        limits=DeviceLimits(
+            kind="cpu" if cpu else "gpu",
+            compute_units=device.max_compute_units,
+            max_work_group_size=device.max_work_group_size,
+            local_mem_bytes=device.local_mem_size,
+            global_mem_bytes=device.global_mem_size,
+            max_alloc_bytes=device.max_mem_alloc_size,
+            base_align_bytes=max(device.mem_base_addr_align // 8, 1),
+            simd_width=max(device.native_vector_width_float, 1) if cpu else 32,
+            image_support=images,
+            image_max_width=device.image2d_max_width if images else 0,
+            image_max_height=device.image2d_max_height if images else 0,
+        ),
+        denormals=bool(flags & bits.DENORM),
+        inf_nan=bool(flags & bits.INF_NAN),
+        fma=bool(flags & bits.FMA),
+        image_max_array=_optional(device, "image_max_array_size"),
+        image_max_buffer_texels=_optional(device, "image_max_buffer_size"),
+        timer_resolution_ns=device.profiling_timer_resolution,
+        note=f"PoCL's LLVM does not know this processor; it compiles for {named}" if named else "",
+        handle=device,
+    )
+
+
+def _optional(device: Any, key: str) -> int:
+    """A limit that drivers before OpenCL 1.2 do not report."""
+    try:
+        return int(getattr(device, key))
+    except (AttributeError, RuntimeError):  # pyopencl's errors derive from RuntimeError
+        return 0
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+# ---- caches on disk -------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def cache_dir() -> Path:
+    """Where compiled programs may be kept: the user's cache, or the temporary directory where that is not writable."""
+    preferred = user_cache_path("layoutopt") / "opencl"
+    fallback = Path(tempfile.gettempdir()) / f"layoutopt-opencl-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
+    for path in (preferred, fallback):
+        if _writable(path):
+            return path
+    return Path(tempfile.mkdtemp(prefix="layoutopt-opencl-"))
+
+
+def _writable(path: Path) -> bool:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return True
+    except OSError:
+        return False
+
+
+def _prepare_environment() -> None:
+    """Where the user's cache cannot be written, pyopencl's import fails and PoCL lists no device: keep both away.
+
+    Called before pyopencl is first imported; what the user set is left alone.
+    """
+    if not _writable(user_cache_path("layoutopt")):
+        os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
+        os.environ.setdefault("POCL_CACHE_DIR", str(cache_dir()))
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """A device ready to run: one context, one in-order queue, a cache of programs.
+
+    Args:
+        device: what ``pick`` returned; ``pick()`` by default.
+        profiling: make the main queue record event times (``profiling_queue`` is there in any case).
+        dump: directory to write every specialised source to; the environment's LAYOUTOPT_DUMP by default.
+
+    Raises:
+        DeviceError: the driver refuses a context.
+    """
+
+    def __init__(
+        self, device: DeviceInfo | None = None, *, profiling: bool = False, dump: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.device = device if device is not None else pick()
+        import pyopencl as cl
+
+        self._cl = cl
+        try:
+            self.context = cl.Context([self.device.handle])
+            self.queue = self._queue(profiling)
+        except cl.Error as error:
+            raise DeviceError(f"device {self.device.label} refuses a context: {_first_line(error)}") from error
+        self._profiling: Any = self.queue if profiling else None
+        directory = dump if dump is not None else os.environ.get(DUMP_ENV)
+        self.dump = Path(directory) if directory else None
+        self._programs: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def _queue(self, profiling: bool) -> Any:
+        flag = self._cl.command_queue_properties.PROFILING_ENABLE
+        return self._cl.CommandQueue(self.context, properties=flag if profiling else 0)
+
+    @property
+    def limits(self) -> DeviceLimits:
+        """The device's limits."""
+        return self.device.limits
+
+    @property
+    def profiling_queue(self) -> Any:
+        """A queue whose events carry times."""
+        if self._profiling is None:
+            self._profiling = self._queue(True)
+        return self._profiling
+
+    # ---- programs ---------------------------------------------------------------------------------------------------
+
+    def build(self, source: str, label: str, options: str = BUILD_OPTIONS) -> Any:
+        """The built program; equal sources are built once.
+
+        Args:
+            source: complete OpenCL C.
+            label: the kernel variant, for errors and the dump's file name.
+            options: compiler options.
+
+        Raises:
+            DeviceError: the compiler refuses; carries its log.
+        """
+        key = hashlib.sha256(f"{options}\n{source}".encode()).hexdigest()
+        with self._lock:
+            if key in self._programs:
+                return self._programs[key]
+        if self.dump is not None:
+            self._write_dump(label, key, source)
+        cl = self._cl
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", cl.CompilerWarning)
+                program = cl.Program(self.context, source).build(options, cache_dir=str(cache_dir()))
+        except cl.Error as error:
+            raise DeviceError(
+                f"kernel {label} does not build on {self.device.label}: {_complaint(error)} "
+                f"(set {DUMP_ENV}=DIR to keep its source)",
+                str(error),
+            ) from error
+        with self._lock:
+            return self._programs.setdefault(key, program)
+
+    def kernel(self, source: str, entry: str, label: str) -> Any:
+        """A new kernel object, so that its arguments can be set once and for all.
+
+        Raises:
+            DeviceError: the program does not build or has no such entry.
+        """
+        program = self.build(source, label)
+        try:
+            return self._cl.Kernel(program, entry)
+        except self._cl.Error as error:
+            raise DeviceError(f"kernel {label} has no entry {entry!r}: {_first_line(error)}") from error
+
+    def _write_dump(self, label: str, key: str, source: str) -> None:
+        assert self.dump is not None
+        try:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            name = re.sub(r"[^A-Za-z0-9=,.-]+", "_", label)[:120].strip("_")
+            (self.dump / f"{name}-{key[:12]}.cl").write_text(source)
+        except OSError as error:
+            raise DeviceError(f"cannot dump kernel sources to {self.dump}: {error.strerror}") from error
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def allocate(self, size_bytes: int) -> Any:
+        """A buffer of uninitialised device memory.
+
+        Raises:
+            DeviceError: the device has not that much.
+        """
+        try:
+            return self._cl.Buffer(self.context, self._cl.mem_flags.READ_WRITE, max(size_bytes, 1))
+        except (self._cl.Error, MemoryError) as error:
+            raise DeviceError(
+                f"device {self.device.label} refuses a buffer of {size_bytes} bytes "
+                f"(largest single buffer {self.limits.max_alloc_bytes}): {_first_line(error)}"
+            ) from error
+
+    def region(self, buffer: Any, offset_bytes: int, size_bytes: int) -> Any:
+        """A sub-buffer; the offset is a multiple of the device's base alignment."""
+        return buffer.get_sub_region(offset_bytes, max(size_bytes, 1))
+
+    def fill(self, buffer: Any, byte: int) -> None:
+        """Set every byte of a buffer."""
+        self._cl.enqueue_fill_buffer(self.queue, buffer, np.uint8(byte), 0, buffer.size)
+
+    def upload(self, buffer: Any, storage: np.ndarray, *, wait: bool = True) -> Any:
+        """Copy a contiguous array to a buffer.
+
+        Args:
+            buffer: at least as large.
+            storage: what to copy; with ``wait`` false it must not change until the returned event has completed.
+            wait: return only when the copy is made.
+        """
+        return self._cl.enqueue_copy(self.queue, buffer, storage, is_blocking=wait)
+
+    def download(self, buffer: Any, storage: np.ndarray) -> np.ndarray:
+        """Copy a buffer into a contiguous array, after everything enqueued before."""
+        self._cl.enqueue_copy(self.queue, storage, buffer, is_blocking=True)
+        return storage
+
+    # ---- launches ---------------------------------------------------------------------------------------------------
+
+    def enqueue(self, calls: Iterable[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> None:
+        """Launch kernels one after the other on the main queue, without waiting.
+
+        Args:
+            calls: (kernel with its arguments set, global size, local size).
+        """
+        launch, queue = self._cl.enqueue_nd_range_kernel, self.queue
+        for kernel, global_size, local_size in calls:
+            launch(queue, kernel, global_size, local_size)
+
+    def time_ns(self, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...]) -> Any:
+        """Launch on the profiling queue; the event's ``profile.start`` and ``profile.end`` are nanoseconds."""
+        return self._cl.enqueue_nd_range_kernel(self.profiling_queue, kernel, global_size, local_size)
+
+    def flush(self) -> None:
+        """Make the driver start on what is enqueued."""
+        self.queue.flush()
+
+    def finish(self) -> None:
+        """Wait for everything enqueued."""
+        self.queue.finish()
+
+
+def _complaint(error: Exception) -> str:
+    """The first line of a compiler's log that is an error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower() and "clBuildProgram" not in line), lines[0])
