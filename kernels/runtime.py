@@ -1,7 +1,7 @@
 """The OpenCL runtime: devices, programs, buffers, queues. The rest of the product never sees pyopencl.
 
 pyopencl is imported on first use, so that planning and simulating work where no OpenCL is installed. Programs are
-cached in memory by (source, options) and on disk by the driver (PoCL, NVIDIA, …) or by pyopencl where the driver has no cache.
+cached in memory by (source, options) and on disk by the driver (PoCL, NVIDIA, …), or by pyopencl where it has none.
 """
 
 from __future__ import annotations
