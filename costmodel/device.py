@@ -1,4 +1,4 @@
-"""The device model: what is known about one device, as a TOML file that planning and simulating load without the device.
+"""The device model: what is known about one device, as a TOML file; planning and simulating need no device, only this.
 
 Specification (from the device and its sheet), measurements (raw repetitions, kept), fitted constants (with the error on
 kernels that were held out from the fit). A model is a value: calibrating makes a new one, predicting changes nothing.
@@ -27,8 +27,8 @@ from layoutopt.files import write_atomic
 __all__ = [
     "CacheLevel",
     "DeviceModel",
-    "FamilyFit",
     "Fact",
+    "FamilyFit",
     "HeldOut",
     "Measurement",
     "Probe",
@@ -148,7 +148,8 @@ class FamilyFit:
 @dataclass(frozen=True)
 class HeldOut:
     """Error on kernels that no fit or choice had seen: absolute percentage errors as fractions, Kendall's tau over
-    all of them (``tau``) and the mean over groups of kernels that compute the same spec (``tau_within_spec``)."""
+    all of them (``tau``) and the mean over groups of kernels that compute the same spec (``tau_within_spec``).
+    """
 
     kernels: int
     median_error: float

@@ -1,0 +1,159 @@
+"""Fitting: non-negative nanoseconds per unit of each feature, for all kernels, per family, per variant name and label.
+
+Each finer fit is drawn towards the coarser one, so that a handful of samples corrects it and no more. The error that is
+minimised is that of the logarithm (a factor of two too much weighs as much as a factor of two too little), robustly:
+iteratively reweighted non-negative least squares. No randomness anywhere: equal samples give equal constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+from scipy.optimize import nnls
+from scipy.stats import kendalltau
+
+from costmodel.device import FamilyFit, HeldOut, Measurement
+
+__all__ = ["Sample", "fit", "judge", "levels", "predicted_ns", "samples_of"]
+
+ITERATIONS = 12
+HUBER = 0.25
+"""Relative error from which a sample's pull stops growing."""
+
+PULL = 0.3
+"""Weight of the coarser fit, in samples per feature."""
+
+MIN_SAMPLES = 3
+"""Fewer samples than this make no fit of their own."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured kernel: variant label, features, median."""
+
+    label: str
+    features: tuple[float, ...]
+    ns: float
+
+
+def samples_of(measurements: Iterable[Measurement], held_out: bool | None = None) -> list[Sample]:
+    """Samples of the measurements that are (or are not) held out; all by default."""
+    return [
+        Sample(m.variant, m.features, max(m.median_ns, 1.0))
+        for m in measurements
+        if held_out is None or m.held_out == held_out
+    ]
+
+
+def levels(label: str) -> tuple[str, str, str]:
+    """From fine to coarse: ``contraction.outer(v=16)``, ``contraction.outer``, ``contraction``."""
+    name = label.split("(", 1)[0]
+    return label, name, name.split(".", 1)[0]
+
+
+def fit(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, FamilyFit]:
+    """Constants of "all", each family, each variant name and each label with enough samples.
+
+    Args:
+        samples: what was measured.
+        names: feature names, in the samples' order.
+
+    Returns:
+        By level; empty where there are no samples.
+    """
+    if not samples:
+        return {}
+    ordered = sorted(samples, key=lambda s: (s.label, s.ns, s.features))
+    x = np.array([s.features for s in ordered], dtype=np.float64)
+    y = np.array([s.ns for s in ordered], dtype=np.float64)
+    everything = _solve(x, y, None)
+    found: dict[str, np.ndarray] = {"all": everything}
+    out = {"all": _record(everything, x, y, names)}
+    for depth in (2, 1, 0):
+        groups: dict[str, list[int]] = {}
+        for i, sample in enumerate(ordered):
+            groups.setdefault(levels(sample.label)[depth], []).append(i)
+        for key, rows in sorted(groups.items()):
+            if len(rows) < MIN_SAMPLES or key in found:
+                continue
+            coarser = next((found[k] for k in levels(key)[1:] if k in found and k != key), everything)
+            found[key] = _solve(x[rows], y[rows], coarser)
+            out[key] = _record(found[key], x[rows], y[rows], names)
+    return out
+
+
+def _solve(x: np.ndarray, y: np.ndarray, prior: np.ndarray | None) -> np.ndarray:
+    """Coefficients ``c >= 0`` that make ``log(x @ c)`` close to ``log(y)``, near ``prior`` where there is one."""
+    unit = (x / y[:, None]).mean(axis=0)  # mean share of the time per ns of coefficient: makes features comparable
+    used = unit > 0
+    out = np.zeros(x.shape[1])
+    if not used.any():
+        return out
+    scaled = x[:, used] / unit[used]
+    anchor = prior[used] * unit[used] if prior is not None else np.zeros(int(used.sum()))
+    # A coarser fit holds with PULL; without one, just enough to choose among equal answers.
+    hold = np.sqrt(PULL if prior is not None else 1e-3) * np.eye(int(used.sum()))
+    at = y.copy()
+    weight = np.ones_like(y)
+    share = anchor
+    for _ in range(ITERATIONS):
+        scale = weight / np.sqrt(y * at)
+        share, _ = nnls(np.vstack([scaled * scale[:, None], hold]), np.concatenate([y * scale, hold @ anchor]))
+        at = np.clip(scaled @ share, y / 8, y * 8)
+        off = np.abs(np.log(at / y))
+        weight = np.sqrt(np.minimum(1.0, HUBER / np.maximum(off, 1e-9)))
+    out[used] = share / unit[used]
+    return out
+
+
+def _record(c: np.ndarray, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> FamilyFit:
+    error = np.abs(x @ c - y) / y
+    kept = {name: float(f"{v:.8g}") for name, v in zip(names, c, strict=True) if v > 0}
+    return FamilyFit(kept, len(y), round(float(np.median(error)), 4))
+
+
+def predicted_ns(
+    constants: Mapping[str, FamilyFit], label: str, values: Sequence[float], names: Sequence[str]
+) -> dict[str, float]:
+    """Nanoseconds by feature under the finest constants that cover a label."""
+    chosen = next((constants[k] for k in (*levels(label), "all") if k in constants), None)
+    if chosen is None:
+        return {}
+    return {n: chosen.ns_per[n] * v for n, v in zip(names, values, strict=True) if n in chosen.ns_per}
+
+
+def judge(measurements: Mapping[str, Measurement], names: Sequence[str]) -> HeldOut | None:
+    """Fit on the measurements that are not held out and compare with those that are; None where either is empty."""
+    train = samples_of(measurements.values(), held_out=False)
+    test = [m for m in measurements.values() if m.held_out]
+    if not train or not test:
+        return None
+    constants = fit(train, names)
+    guess = np.array([sum(predicted_ns(constants, m.variant, m.features, names).values()) for m in test])
+    truth = np.array([max(m.median_ns, 1.0) for m in test])
+    error = np.abs(guess - truth) / truth
+    tau = float(kendalltau(guess, truth).statistic) if len(test) > 1 else 0.0
+    return HeldOut(
+        kernels=len(test),
+        median_error=round(float(np.median(error)), 4),
+        p90_error=round(float(np.quantile(error, 0.9)), 4),
+        within_10=round(float((error <= 0.1).mean()), 4),
+        within_20=round(float((error <= 0.2).mean()), 4),
+        tau=round(tau if np.isfinite(tau) else 0.0, 4),
+        tau_within_spec=round(_tau_within([m.spec for m in test], guess, truth), 4),
+        fitted_on=len(train),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _tau_within(specs: Sequence[str], guess: np.ndarray, truth: np.ndarray) -> float:
+    """Concordant minus discordant over all pairs that compute the same thing."""
+    same = np.array([[a == b for b in specs] for a in specs])
+    pairs = np.triu(same, 1)
+    if not pairs.any():
+        return 0.0
+    signs = np.sign(guess[:, None] - guess) * np.sign(truth[:, None] - truth)
+    return float(signs[pairs].mean())

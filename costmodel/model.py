@@ -1,0 +1,83 @@
+"""Prediction: what a kernel costs on a device, itemised.
+
+A kernel that was measured costs its median. Another costs the fitted constants times its features. On a device that was
+never calibrated it costs a roofline from the device's facts: the slower of arithmetic and memory. Launches are added to
+each: events do not see the time between kernels.
+"""
+
+from __future__ import annotations
+
+from costmodel.cost import Cost
+from costmodel.device import DeviceModel
+from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, features
+from costmodel.fit import levels, predicted_ns
+from kernels.spec import DeviceLimits, Kernel, OpSpec
+
+__all__ = ["CostModel", "spec_text"]
+
+
+def spec_text(spec: OpSpec) -> str:
+    """An op spec for people and files: ``contraction [1,128,384] [1,384,384] -> [1,128,384]``."""
+    shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in spec.shapes]
+    return f"{spec.kind} {' '.join(shapes[: spec.inputs])} -> {' '.join(shapes[spec.inputs :])}"
+
+
+class CostModel:
+    """Prices kernels by a device model; implements ``costmodel.cost.Costs``. Never changes the model.
+
+    Args:
+        model: calibrated, or made of facts.
+
+    Raises:
+        DeviceError: an uncalibrated model lacks ``flops_per_s``, ``memory_bytes_per_s`` or ``launch_s``.
+    """
+
+    def __init__(self, model: DeviceModel) -> None:
+        self.model = model
+        self.limits: DeviceLimits = model.limits
+        self.name = model.name
+        self.hash = model.hash
+        self.machine = Machine.of(model.limits, model.caches)
+        self._launch_ns = model.number("launch_s") * 1e9
+        self._measured = {(m.variant, m.spec) for m in model.measurements.values()}
+        if not model.constants:
+            units = self.machine.compute_units
+            self._ns_per_flop = units * 1e9 / model.number("flops_per_s")
+            self._ns_per_memory_byte = units * 1e9 / model.number("memory_bytes_per_s")
+            near = "cache_bytes_per_s" if "cache_bytes_per_s" in model.facts else "memory_bytes_per_s"
+            self._ns_per_near_byte = units * 1e9 / model.number(near)
+
+    def predict(self, kernel: Kernel) -> Cost:
+        """The cost of one kernel (all its launches)."""
+        launched = self._launch_ns * len(kernel.launches)
+        compute, memory, launch = self._items(kernel)
+        # Hashing a kernel costs more than predicting it: look only where its variant was measured on its shapes.
+        if (kernel.variant.label, spec_text(kernel.spec)) in self._measured:
+            found = self.model.measurements.get(kernel.key)
+            if found is not None:
+                scale = found.median_ns / max(compute + memory + launch, 1e-9)
+                return Cost(
+                    found.median_ns + launched, compute * scale, memory * scale, launch * scale + launched, True
+                )
+        if self.model.constants:
+            total = compute + memory + launch
+        else:
+            total = max(compute, memory) + launch
+        return Cost(total + launched, compute, memory, launch + launched)
+
+    def fitted_by(self, kernel: Kernel) -> str:
+        """Which constants price a kernel: a label, a variant name, a family, "all" or "roofline"."""
+        constants = self.model.constants
+        return next((k for k in (*levels(kernel.variant.label), "all") if k in constants), "roofline")
+
+    def _items(self, kernel: Kernel) -> tuple[float, float, float]:
+        values = features(kernel, self.machine)
+        if self.model.constants:
+            parts = predicted_ns(self.model.constants, kernel.variant.label, values, FEATURES)
+            compute = sum(parts.get(n, 0.0) for n in COMPUTE)
+            launch = sum(parts.get(n, 0.0) for n in LAUNCH)
+            return compute, sum(parts.values()) - compute - launch, launch
+        by = dict(zip(FEATURES, values, strict=True))
+        near = by["request_lines"] * self.machine.line_bytes * self._ns_per_near_byte
+        memory = max(by["memory_bytes"] * self._ns_per_memory_byte, near)
+        return by["flops"] * self._ns_per_flop, memory, 0.0
