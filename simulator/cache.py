@@ -48,15 +48,16 @@ class Level:
 
 
 class State(NamedTuple):
-    """Arrays of a hierarchy in use: tags and dirty bits of all levels laid end to end, and each level's geometry."""
+    """A hierarchy in use.
 
-    tags: np.ndarray  # int64 [total lines]: line number or EMPTY, most recent first within a set
-    dirty: np.ndarray  # uint8 [total lines]
-    start: np.ndarray  # int64 [levels]: first line of the level
-    per_core: np.ndarray  # int64 [levels]: lines between cores (0 for a shared level)
-    sets: np.ndarray  # int64 [levels]
-    ways: np.ndarray  # int64 [levels]
-    shift: np.ndarray  # int64 [levels]: log2 of the line size
+    Attributes:
+        lines: int64, all sets of all levels end to end: ``2 * line number + dirty``, or EMPTY; within a set the most
+            recent first.
+        geometry: int64 [levels, 5]: first entry, entries between cores (0 if shared), sets, ways, log2 of the line.
+    """
+
+    lines: np.ndarray
+    geometry: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -82,89 +83,89 @@ class Hierarchy:
 
     def state(self) -> State:
         """Empty caches."""
-        lines = [level.sets * level.ways for level in self.levels]
-        spans = [n * (1 if level.shared else self.cores) for n, level in zip(lines, self.levels, strict=True)]
-        start = np.concatenate([[0], np.cumsum(spans)[:-1]]).astype(np.int64)
-        per_core = [0 if level.shared else n for n, level in zip(lines, self.levels, strict=True)]
-        return State(
-            np.full(sum(spans), EMPTY, dtype=np.int64),
-            np.zeros(sum(spans), dtype=np.uint8),
-            start,
-            np.array(per_core, dtype=np.int64),
-            np.array([level.sets for level in self.levels], dtype=np.int64),
-            np.array([level.ways for level in self.levels], dtype=np.int64),
-            np.array([level.line_bytes.bit_length() - 1 for level in self.levels], dtype=np.int64),
-        )
+        geometry, start = [], 0
+        for level in self.levels:
+            entries = level.sets * level.ways
+            apart = 0 if level.shared else entries
+            geometry.append((start, apart, level.sets, level.ways, level.line_bytes.bit_length() - 1))
+            start += entries * (1 if level.shared else self.cores)
+        return State(np.full(start, EMPTY, dtype=np.int64), np.array(geometry, dtype=np.int64))
 
 
-@njit(cache=True, inline="never")
-def _touch(state: State, level: int, core: int, line: int, write: bool) -> tuple[bool, int]:
+@njit(cache=True)
+def _touch(lines: np.ndarray, geometry: np.ndarray, level: int, core: int, line: int, write: bool) -> tuple[bool, int]:
     """Look a line up in one level and make it the most recent; returns (hit, dirty line evicted or EMPTY)."""
-    ways = state.ways[level]
-    first = state.start[level] + core * state.per_core[level] + (line % state.sets[level]) * ways
-    tags, dirty = state.tags, state.dirty
-    if tags[first] == line:  # the common case: touched just before
-        if write:
-            dirty[first] = 1
-        return True, EMPTY
-    position = 1
-    while position < ways and tags[first + position] != line:
+    ways = geometry[level, 3]
+    first = geometry[level, 0] + core * geometry[level, 1] + (line % geometry[level, 2]) * ways
+    position = 0
+    while position < ways and lines[first + position] >> 1 != line:
         position += 1
     hit = position < ways
     victim = EMPTY
-    flag = dirty[first + position] if hit else np.uint8(0)
-    if not hit:
+    entry = 2 * line
+    if hit:
+        entry = lines[first + position]
+    else:
         position = ways - 1
-        if tags[first + position] != EMPTY and dirty[first + position]:
-            victim = tags[first + position]
+        if lines[first + position] & 1 and lines[first + position] != EMPTY:
+            victim = lines[first + position] >> 1
     for i in range(first + position, first, -1):
-        tags[i] = tags[i - 1]
-        dirty[i] = dirty[i - 1]
-    tags[first] = line
-    dirty[first] = np.uint8(1) if write else flag
+        lines[i] = lines[i - 1]
+    lines[first] = entry | 1 if write else entry
     return hit, victim
 
 
 @njit(cache=True)
-def _write_back(state: State, level: int, core: int, address: int, counts: np.ndarray) -> None:
+def _write_back(
+    lines: np.ndarray, geometry: np.ndarray, level: int, core: int, address: int, counts: np.ndarray, row: int, col: int
+) -> None:
     """A dirty line leaves ``level - 1``: write it to ``level``, on to memory if that evicts in turn."""
-    levels = state.sets.size
+    levels = geometry.shape[0]
     while level < levels:
-        _, victim = _touch(state, level, core, address >> state.shift[level], True)
+        _, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], True)
         if victim == EMPTY:
             return
-        address = victim << state.shift[level]
+        address = victim << geometry[level, 4]
         level += 1
-    counts[2 * levels + 1] += 1 << state.shift[levels - 1]
+    counts[row, col + 2 * levels + 1] += 1 << geometry[levels - 1, 4]
 
 
 @njit(cache=True)
-def line_access(state: State, core: int, address: int, write: bool, counts: np.ndarray) -> None:
+def line_access(
+    lines: np.ndarray, geometry: np.ndarray, core: int, address: int, write: bool, counts: np.ndarray, row: int, col: int
+) -> None:
     """One access of a byte address, served by the nearest level that has its line.
 
     Args:
-        state: the caches.
+        lines: of the state, updated.
+        geometry: of the state.
         core: which core asks.
         address: byte address.
         write: store rather than load.
-        counts: int64 [2 * levels + 2], increased: hits and misses per level in turn, then bytes read from memory and
-            bytes written to it.
+        counts: int64, increased in ``counts[row, col : col + 2 * levels + 2]``: hits and misses per level in turn, then
+            bytes read from memory and bytes written to it.
+        row: which row.
+        col: first column.
     """
-    levels = state.sets.size
+    levels = geometry.shape[0]
     for level in range(levels):
         # A store makes the nearest level's copy dirty; further levels are only read to fill it.
-        hit, victim = _touch(state, level, core, address >> state.shift[level], write and level == 0)
+        hit, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], write and level == 0)
         if victim != EMPTY:
-            _write_back(state, level + 1, core, victim << state.shift[level], counts)
+            _write_back(lines, geometry, level + 1, core, victim << geometry[level, 4], counts, row, col)
         if hit:
-            counts[2 * level] += 1
+            counts[row, col + 2 * level] += 1
             return
-        counts[2 * level + 1] += 1
-    counts[2 * levels] += 1 << state.shift[levels - 1]
+        counts[row, col + 2 * level + 1] += 1
+    counts[row, col + 2 * levels] += 1 << geometry[levels - 1, 4]
 
 
 @njit(cache=True)
-def run_lines(state: State, core: int, addresses: np.ndarray, writes: np.ndarray, counts: np.ndarray) -> None:
-    """``line_access`` over arrays (int64 addresses, bool writes): what tests and studies of plain traces use."""
+def _run_lines(lines, geometry, core, addresses, writes, counts):  # noqa: ANN001, ANN202 - compiled
     for i in range(addresses.size):
-        line_access(state, core, addresses[i], writes[i], counts)
+        line_access(lines, geometry, core, addresses[i], writes[i], counts, 0, 0)
+
+
+def run_lines(state: State, core: int, addresses: np.ndarray, writes: np.ndarray, counts: np.ndarray) -> None:
+    """``line_access`` over arrays (int64 addresses, bool writes; counts [2 * levels + 2]): for studies of plain traces."""
+    _run_lines(state.lines, state.geometry, core, addresses, writes, counts.reshape(1, -1))

@@ -193,11 +193,14 @@ def walk(
         cores: cores that take groups in turn.
         wave: work items that execute together.
     """
-    for group in range(first, last):
+    # A group runs its phases in turn; groups of a one-phase launch are walked in one compiled call.
+    spans = [(first, last)] if len(launch.phases) == 1 else [(g, g + 1) for g in range(first, last)]
+    for begin, end in spans:
         for phase in launch.phases:
-            _walk_group(
-                group,
-                group % cores,
+            _walk_groups(
+                begin,
+                end,
+                cores,
                 wave,
                 launch.group_extents,
                 launch.item_extents,
@@ -209,137 +212,132 @@ def walk(
                 launch.bases,
                 launch.data,
                 addresses,
-                state,
+                state.lines,
+                state.geometry,
                 counts,
             )
 
 
 @njit(cache=True)
-def _walk_group(  # noqa: PLR0913, PLR0912, PLR0915 - one flat compiled loop
-    group,
-    core,
-    wave,
-    group_extents,
-    item_extents,
-    extents,
-    meta,
-    coords,
-    terms,
-    tables,
-    bases,
-    data,
-    addresses,
-    state,
-    counts,
+def _walk_groups(  # noqa: PLR0913, PLR0912, PLR0915 - one flat compiled loop: calls with many arrays cost more than it
+    first_group, last_group, cores, wave, group_extents, item_extents, extents, meta, coords, terms, tables, bases,
+    data, addresses, cached, geometry, counts,
 ):
     n_group, n_item, n_loop = group_extents.size, item_extents.size, extents.size
     grid = n_group + n_item
     variables = np.zeros(grid + n_loop, dtype=np.int64)
-    rest = group
-    for i in range(n_group - 1, -1, -1):
-        variables[i] = rest % group_extents[i]
-        rest //= group_extents[i]
+    lanes = np.zeros((wave, n_item), dtype=np.int64)
+    lines = np.zeros(_MAX_LINES, dtype=np.int64)
+    near_sets, near_ways, near_shift = geometry[0, 2], geometry[0, 3], geometry[0, 4]
     items = 1
     for i in range(n_item):
         items *= item_extents[i]
-    lanes = np.zeros((wave, n_item), dtype=np.int64)
-    lines = np.zeros(_MAX_LINES, dtype=np.int64)
-    for start in range(0, items, wave):
-        width = min(wave, items - start)
-        for lane in range(width):
-            rest = start + lane
-            for i in range(n_item - 1, -1, -1):
-                lanes[lane, i] = rest % item_extents[i]
-                rest //= item_extents[i]
-        for i in range(n_loop):
-            variables[grid + i] = 0
-        entered = 0  # loads at this depth or deeper are due
-        while True:
-            # Which loop is next to advance, once this iteration is over.
-            advance = n_loop - 1
-            while advance >= 0 and variables[grid + advance] == extents[advance] - 1:
-                advance -= 1
-            for part in range(3):
-                for a in range(meta.shape[0]):
-                    depth = meta[a, 4]
-                    is_store = meta[a, 3] == 1
-                    if part == 0:
-                        due = depth < n_loop and not is_store and depth >= entered
-                    elif part == 1:
-                        due = depth == n_loop
-                    else:
-                        due = depth < n_loop and is_store and depth > advance
-                    if due:
-                        _access(
-                            a, width, n_group, n_item, variables, lanes, lines, meta, coords, terms, tables, bases,
-                            data, addresses, state, core, counts,
-                        )
-            if advance < 0:
-                break
-            variables[grid + advance] += 1
-            for i in range(advance + 1, n_loop):
+    for group in range(first_group, last_group):
+        core = group % cores
+        near_start = geometry[0, 0] + core * geometry[0, 1]
+        rest = group
+        for i in range(n_group - 1, -1, -1):
+            variables[i] = rest % group_extents[i]
+            rest //= group_extents[i]
+        for start in range(0, items, wave):
+            width = min(wave, items - start)
+            for lane in range(width):
+                rest = start + lane
+                for i in range(n_item - 1, -1, -1):
+                    lanes[lane, i] = rest % item_extents[i]
+                    rest //= item_extents[i]
+            for i in range(n_loop):
                 variables[grid + i] = 0
-            entered = advance + 1
-
-
-@njit(cache=True)
-def _access(  # noqa: PLR0913
-    a, width, n_group, n_item, variables, lanes, lines, meta, coords, terms, tables, bases, data, addresses, state,
-    core, counts,
-):
-    """One instruction over the lanes of a wave: collect the distinct lines, touch each once."""
-    operand, vector, axis, write = meta[a, 0], meta[a, 1], meta[a, 2], meta[a, 3] == 1
-    first, n_coords, item_bytes = meta[a, 5], meta[a, 6], meta[a, 7]
-    shift = state.shift[0]
-    found = 0
-    row = counts[operand]
-    asked = 0
-    for lane in range(width):
-        for i in range(n_item):
-            variables[n_group + i] = lanes[lane, i]
-        offset = bases[operand]
-        inside = True
-        along = 0
-        for c in range(n_coords):
-            value = coords[first + c, 0]
-            for t in range(coords[first + c, 1], coords[first + c, 1] + coords[first + c, 2]):
-                x = variables[terms[t, 0]]
-                if terms[t, 2] != 1:
-                    x //= terms[t, 2]
-                if terms[t, 3] != 0:
-                    x %= terms[t, 3]
-                value += x * terms[t, 1]
-            if coords[first + c, 5] >= 0:
-                value = data[coords[first + c, 5] + value]
-            if value < 0 or value >= coords[first + c, 3]:
-                inside = False
-                break
-            if c == axis:
-                along = value
-            else:
-                offset += tables[coords[first + c, 4] + value]
-        if not inside:
-            continue
-        row[0] += 1
-        if n_coords == 0:
-            reach, table = 1, -1
-        else:
-            table = coords[first + axis, 4] + along
-            reach = min(vector, coords[first + axis, 3] - along)
-        for v in range(reach):
-            where = offset + (tables[table + v] if table >= 0 else 0)
-            byte = addresses[operand] + where * item_bytes
-            line = byte >> shift
-            asked += item_bytes
-            seen = False
-            for k in range(found - 1, -1, -1):
-                if lines[k] == line:
-                    seen = True
+            entered = 0  # loads at this depth or deeper are due
+            while True:
+                # Which loop is next to advance, once this iteration is over.
+                advance = n_loop - 1
+                while advance >= 0 and variables[grid + advance] == extents[advance] - 1:
+                    advance -= 1
+                for part in range(3):
+                    if part != 1 and entered == n_loop and advance == n_loop - 1:
+                        continue  # an inner iteration: nothing begins or ends
+                    for a in range(meta.shape[0]):
+                        depth = meta[a, 4]
+                        write = meta[a, 3] == 1
+                        if part == 0:
+                            due = depth < n_loop and not write and depth >= entered
+                        elif part == 1:
+                            due = depth == n_loop
+                        else:
+                            due = depth < n_loop and write and depth > advance
+                        if not due:
+                            continue
+                        # One instruction over the lanes of a wave: the distinct lines are touched once each.
+                        operand, vector, axis = meta[a, 0], meta[a, 1], meta[a, 2]
+                        first, n_coords, item_bytes = meta[a, 5], meta[a, 6], meta[a, 7]
+                        found = 0
+                        asked = 0
+                        for lane in range(width):
+                            for i in range(n_item):
+                                variables[n_group + i] = lanes[lane, i]
+                            offset = bases[operand]
+                            inside = True
+                            along = 0
+                            for c in range(n_coords):
+                                value = coords[first + c, 0]
+                                for t in range(coords[first + c, 1], coords[first + c, 1] + coords[first + c, 2]):
+                                    x = variables[terms[t, 0]]
+                                    if terms[t, 2] != 1:
+                                        x //= terms[t, 2]
+                                    if terms[t, 3] != 0:
+                                        x %= terms[t, 3]
+                                    value += x * terms[t, 1]
+                                if coords[first + c, 5] >= 0:
+                                    value = data[coords[first + c, 5] + value]
+                                if value < 0 or value >= coords[first + c, 3]:
+                                    inside = False
+                                    break
+                                if c == axis:
+                                    along = value
+                                else:
+                                    offset += tables[coords[first + c, 4] + value]
+                            if not inside:
+                                continue
+                            counts[operand, 0] += 1
+                            if n_coords == 0:
+                                reach, table = 1, -1
+                            else:
+                                table = coords[first + axis, 4] + along
+                                reach = min(vector, coords[first + axis, 3] - along)
+                            asked += reach * item_bytes
+                            contiguous = reach > 1 and tables[table + reach - 1] - tables[table] == reach - 1
+                            step = reach - 1 if contiguous else 1
+                            v = 0
+                            while v < reach:
+                                where = offset
+                                if table >= 0:
+                                    where += tables[table + v]
+                                line = (addresses[operand] + where * item_bytes) >> near_shift
+                                low = line
+                                if contiguous and v > 0 and found:
+                                    low = min(line, lines[found - 1] + 1) if lines[found - 1] < line else line
+                                for one in range(low, line + 1):
+                                    seen = False
+                                    for k in range(found - 1, -1, -1):
+                                        if lines[k] == one:
+                                            seen = True
+                                            break
+                                    if not seen and found < lines.size:
+                                        lines[found] = one
+                                        found += 1
+                                v += step
+                        counts[operand, 2] += asked
+                        counts[operand, 1] += found
+                        for k in range(found):
+                            line = lines[k]
+                            if not write and cached[near_start + (line % near_sets) * near_ways] >> 1 == line:
+                                counts[operand, 3] += 1  # the line this set touched last: nothing moves
+                            else:
+                                line_access(cached, geometry, core, line << near_shift, write, counts, operand, 3)
+                if advance < 0:
                     break
-            if not seen and found < lines.size:
-                lines[found] = line
-                found += 1
-    row[2] += asked
-    row[1] += found
-    for k in range(found):
-        line_access(state, core, lines[k] << shift, write, row[3:])
+                variables[grid + advance] += 1
+                for i in range(advance + 1, n_loop):
+                    variables[grid + i] = 0
+                entered = advance + 1
