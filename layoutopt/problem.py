@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from layoutopt.layout import Layout
 
-__all__ = ["Choice", "OpNode", "Problem", "StorageNode"]
+__all__ = ["Assignment", "Choice", "OpNode", "Problem", "StorageNode"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StorageNode:
 
     Attributes:
         name: the storage's name in the graph.
-        candidates: layouts it may be materialised in.
+        candidates: layouts it may be materialised in; the first is row-major.
         sizes_bytes: allocation of each candidate.
         persistent: lives across steps (parameters, optimizer state, constants): it ends the step in its primary layout.
         primary: candidate index that the primary must be, or -1 where the solver is free (inputs and outputs are
@@ -46,12 +46,27 @@ class Choice:
 
 @dataclass(frozen=True)
 class OpNode:
-    """An op: the storage index of each operand (inputs first) and its choices."""
+    """An op: the storage index of each operand (inputs first) and its choices.
+
+    Attributes:
+        name: the op's name in the graph.
+        operands: storage index per operand, inputs first. What an op writes is its storage's primary.
+        inputs: number of inputs.
+        choices: what the op may pick.
+        pinned: input positions that must read the primary, because an earlier op wrote this value in place and a copy
+            made before that would be stale.
+    """
 
     name: str
     operands: tuple[int, ...]
     inputs: int
     choices: tuple[Choice, ...]
+    pinned: tuple[int, ...] = ()
+
+    @property
+    def primary_operands(self) -> tuple[int, ...]:
+        """Positions whose layout must be the primary: outputs and pinned inputs."""
+        return (*self.pinned, *range(self.inputs, len(self.operands)))
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,10 @@ class Problem:
     storages: tuple[StorageNode, ...]
     ops: tuple[OpNode, ...]
     relayout_ns: Mapping[tuple[int, int, int], int]
+
+    def conversion_ns(self, storage: int, a: int, b: int) -> int | None:
+        """Cost of having candidate ``b`` when the primary is ``a``: 0 for the same, None where it cannot be made."""
+        return 0 if a == b else self.relayout_ns.get((storage, a, b))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,141 @@
+"""Exact reductions of a layout assignment problem: what can be ruled out before a solver sees it.
+
+Two, both keeping at least one optimal assignment:
+
+- *consistency*: a primary that some op cannot write, or a choice that needs a layout nobody can make, is dropped, until
+  nothing changes;
+- *dominance*: a choice is dropped when another one that writes the same layouts is cheaper even after paying, for every
+  input that it wants in a different layout, the dearest relayout that layout could need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from layoutopt.errors import InfeasibleError
+from layoutopt.problem import Choice, OpNode, Problem
+
+__all__ = ["Domain", "consistent", "reduce"]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What is left: primaries per storage and choice indices per op, ascending."""
+
+    primaries: tuple[tuple[int, ...], ...]
+    choices: tuple[tuple[int, ...], ...]
+
+
+def consistent(problem: Problem) -> Domain:
+    """The consistency reduction alone.
+
+    Raises:
+        InfeasibleError: an op or a storage is left with nothing; ``conflict`` names it and its neighbours.
+    """
+    primaries = [{node.primary} if node.primary >= 0 else set(range(len(node.candidates))) for node in problem.storages]
+    choices = [list(range(len(op.choices))) for op in problem.ops]
+    changed = True
+    while changed:
+        changed = False
+        reachable = _reachable(problem, primaries)
+        for o, op in enumerate(problem.ops):
+            own = set(op.primary_operands)
+            kept = [
+                c
+                for c in choices[o]
+                if all(
+                    layout in (primaries[s] if k in own else reachable[s])
+                    for k, (s, layout) in enumerate(zip(op.operands, op.choices[c].layouts, strict=True))
+                )
+            ]
+            if not kept:
+                raise _nothing_left(problem, op, primaries)
+            changed |= len(kept) < len(choices[o])
+            choices[o] = kept
+            for k in own:
+                s = op.operands[k]
+                written = {op.choices[c].layouts[k] for c in kept}
+                if not primaries[s] <= written:
+                    primaries[s] &= written
+                    changed = True
+                    if not primaries[s]:
+                        raise _nothing_left(problem, op, primaries)
+    return Domain(tuple(tuple(sorted(p)) for p in primaries), tuple(tuple(c) for c in choices))
+
+
+def _reachable(problem: Problem, primaries: list[set[int]]) -> list[set[int]]:
+    out = [set(p) for p in primaries]
+    for s, a, b in problem.relayout_ns:
+        if a in primaries[s]:
+            out[s].add(b)
+    return out
+
+
+def _nothing_left(problem: Problem, op: OpNode, primaries: list[set[int]]) -> InfeasibleError:
+    names = tuple(dict.fromkeys(problem.storages[s].name for s in op.operands))
+    left = ", ".join(
+        f"{problem.storages[s].name}: {sorted(primaries[s])} of {len(problem.storages[s].candidates)}"
+        for s in dict.fromkeys(op.operands)
+    )
+    return InfeasibleError(
+        f"op {op.name} has no usable choice among {len(op.choices)} (primaries still possible: {left}); "
+        "give its storages more candidates or the op a kernel for row-major",
+        (op.name, *names),
+    )
+
+
+def reduce(problem: Problem) -> Domain:
+    """Consistency, then dominance.
+
+    Raises:
+        InfeasibleError: as ``consistent``.
+    """
+    domain = consistent(problem)
+    dearest = _dearest(problem, domain)
+    memo: dict[tuple[object, ...], tuple[int, ...]] = {}
+    kept = []
+    for op, left in zip(problem.ops, domain.choices, strict=True):
+        tied = set(op.primary_operands)
+        prices = tuple(None if k in tied else dearest[s] for k, s in enumerate(op.operands))
+        # Repeated blocks share the choices tuple itself, so identity is a cheap and sufficient key.
+        key = (id(op.choices), left, prices)
+        if key not in memo:
+            memo[key] = _undominated(op.choices, left, prices)
+        kept.append(memo[key])
+    return Domain(domain.primaries, tuple(kept))
+
+
+def _dearest(problem: Problem, domain: Domain) -> list[tuple[int | None, ...]]:
+    """Per storage and candidate: the most that having it can cost, or None where some primary cannot give it."""
+    out = []
+    for s, node in enumerate(problem.storages):
+        row: list[int | None] = []
+        for b in range(len(node.candidates)):
+            prices = [problem.conversion_ns(s, a, b) for a in domain.primaries[s]]
+            known = [p for p in prices if p is not None]
+            row.append(max(known) if len(known) == len(prices) else None)
+        out.append(tuple(row))
+    return out
+
+
+def _undominated(
+    choices: tuple[Choice, ...], left: tuple[int, ...], prices: tuple[tuple[int | None, ...] | None, ...]
+) -> tuple[int, ...]:
+    kept: list[int] = []
+    for c in sorted(left, key=lambda c: (choices[c].cost_ns, c)):
+        if not any(_dominates(choices[d], choices[c], prices) for d in kept):
+            kept.append(c)
+    return tuple(sorted(kept))
+
+
+def _dominates(better: Choice, worse: Choice, prices: tuple[tuple[int | None, ...] | None, ...]) -> bool:
+    cost = better.cost_ns
+    for mine, other, price in zip(better.layouts, worse.layouts, prices, strict=True):
+        if mine != other:
+            extra = price[mine] if price is not None else None
+            if extra is None:
+                return False
+            cost += extra
+            if cost > worse.cost_ns:
+                return False
+    return cost <= worse.cost_ns
