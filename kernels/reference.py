@@ -1,7 +1,7 @@
 """The interpreter: what every op kind means, in numpy.
 
-This is the oracle that OpenCL kernels and graph passes are tested against, and the living definition of the kinds listed
-in ``layoutopt/graph.py``. It is written to be read, and calculates in float64 unless told otherwise.
+This is the oracle that OpenCL kernels and graph passes are tested against, and the living definition of the kinds
+listed in ``layoutopt/graph.py``. It is written to be read, and calculates in float64 unless told otherwise.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ def _same(what: str, *lengths: int) -> None:
 @_kind("view", "x -> x in the viewed shape")
 def _view(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
     """The input operand's view has done the work."""
-    _same("a view's number of inputs and 1", len(x), 1)
+    if len(x) != 1:
+        raise GraphError(f"a view has one input, got {len(x)}")
     return [x[0]]
 
 
@@ -167,7 +168,7 @@ def _scatter_add(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -
 
 
 def _check_ids(what: str, ids: np.ndarray, rows: int) -> None:
-    if ids.size and not (0 <= ids.min() and ids.max() < rows):
+    if ids.size and not (ids.min() >= 0 and ids.max() < rows):
         raise GraphError(f"{what} reach from {ids.min()} to {ids.max()}, expected within 0..{rows - 1}")
 
 

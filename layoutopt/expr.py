@@ -2,21 +2,35 @@
 
 Types follow the graph's rule and are settled here: comparisons and logic give bool; ``float`` and the functions of real
 numbers (exp, log, sqrt, rsqrt, recip, tanh, erf) and ``div`` always give float; neg, abs, add, sub, mul, max, min and
-pow give int when every argument is an int, else float; ``where`` gives the type of its two values (float beats int beats
-bool). A constant is a bool, an int or a float as Python writes it.
+pow give int when every argument is an int, else float; ``where`` gives the type of its two values (float beats int
+beats bool). A constant is a bool, an int or a float as Python writes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from layoutopt.errors import GraphError
 from layoutopt.graph import Expr
 
-__all__ = ["ARITY", "Ref", "evaluate_expr"]
+__all__ = [
+    "ARITY",
+    "Builder",
+    "Kind",
+    "Ref",
+    "evaluate_expr",
+    "is_cheap",
+    "kind_of",
+    "renumber_inputs",
+    "result_kind",
+    "tidy",
+    "used_inputs",
+]
+
+Kind = Literal["float", "int", "bool"]
 
 Ref = tuple[str, Any]
 """``("x", i)``, ``("t", j)`` or ``("c", value)``."""
@@ -25,9 +39,10 @@ _UNARY_REAL = ["exp", "log", "sqrt", "rsqrt", "recip", "tanh", "erf"]
 _UNARY = ["neg", "abs", "not", "float", "int", "bool"]
 _ARITHMETIC = ["add", "sub", "mul", "max", "min", "pow"]
 _COMPARE = ["eq", "ne", "lt", "le", "gt", "ge"]
+_COMMUTATIVE = {"add", "mul", "max", "min", "eq", "ne", "and", "or"}
 ARITY: dict[str, int] = {
     **dict.fromkeys(_UNARY_REAL + _UNARY, 1),
-    **dict.fromkeys(_ARITHMETIC + ["div", "and", "or"] + _COMPARE, 2),
+    **dict.fromkeys([*_ARITHMETIC, "div", "and", "or", *_COMPARE], 2),
     "where": 3,
 }
 """Number of arguments per operation."""
@@ -127,5 +142,196 @@ def _apply(name: str, args: list[np.ndarray], dtype: Any) -> np.ndarray:
         elif name == "pow" and np.any(args[1] < 0):
             raise GraphError("expression pow of an integer has a negative exponent: convert the base to float first")
     elif name == "where":
-        args = [args[0] != 0, *args[1:]]
+        chosen = args[1:]
+        if any(a.dtype.kind == "f" for a in chosen):
+            chosen = [a.astype(dtype, copy=False) for a in chosen]
+        args = [args[0] != 0, *chosen]
     return np.asarray(_FUNCTIONS[name](*args))
+
+
+# ---- kinds of values ----------------------------------------------------------------------------------------------
+
+
+def kind_of(dtype: str) -> Kind:
+    """The kind of value that a tensor dtype holds."""
+    return {"float32": "float", "int32": "int", "bool": "bool"}[dtype]  # type: ignore[return-value]
+
+
+def _constant_kind(value: Any) -> Kind:
+    return "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
+
+
+def result_kind(name: str, kinds: Sequence[Kind]) -> Kind:
+    """What an operation gives for arguments of the given kinds."""
+    if name in _COMPARE or name in ("not", "and", "or", "bool"):
+        return "bool"
+    if name == "int":
+        return "int"
+    if name == "where":
+        return "float" if "float" in kinds[1:] else "int" if "int" in kinds[1:] else "bool"
+    if name in _ARITHMETIC or name in ("neg", "abs"):
+        return "int" if all(k == "int" for k in kinds) else "float"
+    return "float"
+
+
+def is_cheap(expr: Expr, most: int) -> bool:
+    """Whether a program is at most ``most`` instructions and none of them is a transcendental function."""
+    costly = {*_UNARY_REAL, "pow"}
+    return len(expr.code) <= most and not any(i[0] in costly for i in expr.code)
+
+
+# ---- building -----------------------------------------------------------------------------------------------------
+
+
+class Builder:
+    """Collects instructions; equal ones are shared, constants folded and steps that change nothing dropped.
+
+    Args:
+        kinds: the kind of each input; append to it as inputs are added.
+    """
+
+    def __init__(self, kinds: Sequence[Kind] = ()) -> None:
+        self.kinds: list[Kind] = list(kinds)
+        self._code: list[tuple[Any, ...]] = []
+        self._code_kinds: list[Kind] = []
+        self._known: dict[Any, int] = {}
+
+    def kind(self, ref: Ref) -> Kind:
+        """The kind of a reference's value."""
+        if ref[0] == "c":
+            return _constant_kind(ref[1])
+        return self.kinds[ref[1]] if ref[0] == "x" else self._code_kinds[ref[1]]
+
+    def cast(self, ref: Ref, kind: Kind) -> Ref:
+        """The value converted as storing it in a tensor of that kind would."""
+        return ref if self.kind(ref) == kind else self.emit(kind, ref)
+
+    def emit(self, name: str, *refs: Ref) -> Ref:
+        """Add an instruction; the reference returned may be an older one or a constant."""
+        if ARITY.get(name) != len(refs):
+            raise GraphError(f"expression operation {name!r} with {len(refs)} arguments is not known")
+        shorter = self._shorten(name, refs)
+        if shorter is not None:
+            return shorter
+        key = (name, *map(_ref_key, refs))
+        if name in _COMMUTATIVE:
+            key = (name, *sorted(key[1:], key=repr))
+        if key not in self._known:
+            self._known[key] = len(self._code)
+            self._code.append((name, *refs))
+            self._code_kinds.append(result_kind(name, [self.kind(r) for r in refs]))
+        return ("t", self._known[key])
+
+    def inline(self, expr: Expr, inputs: Sequence[Ref]) -> list[Ref]:
+        """Add a whole program whose inputs are the given references.
+
+        Returns:
+            A reference per result.
+        """
+        made: list[Ref] = []
+
+        def translate(ref: Ref) -> Ref:
+            kind, key = ref
+            return ("c", key) if kind == "c" else inputs[key] if kind == "x" else made[key]
+
+        for name, *refs in expr.code:
+            made.append(self.emit(name, *map(translate, refs)))
+        return [translate(r) for r in expr.results]
+
+    def finish(self, results: Sequence[Ref]) -> Expr:
+        """The program without instructions that nothing uses."""
+        live: set[int] = set()
+        stack = [r[1] for r in results if r[0] == "t"]
+        while stack:
+            j = stack.pop()
+            if j not in live:
+                live.add(j)
+                stack += [r[1] for r in self._code[j][1:] if r[0] == "t"]
+        number = {old: new for new, old in enumerate(sorted(live))}
+
+        def renumber(ref: Ref) -> Ref:
+            return ("t", number[ref[1]]) if ref[0] == "t" else (ref[0], ref[1])
+
+        code = tuple((self._code[j][0], *map(renumber, self._code[j][1:])) for j in sorted(live))
+        return Expr(code, tuple(map(renumber, results)))
+
+    def _shorten(self, name: str, refs: tuple[Ref, ...]) -> Ref | None:
+        """An equal value that needs no new instruction (or a cheaper one), or None."""
+        kinds = [self.kind(r) for r in refs]
+        if all(r[0] == "c" for r in refs):
+            return _fold(name, refs)
+        if name in ("float", "int", "bool") and kinds[0] == name:
+            return refs[0]
+        gives = result_kind(name, kinds)
+        if name in ("neg", "not"):
+            inner = self._code[refs[0][1]] if refs[0][0] == "t" else ("",)
+            if inner[0] == name and self.kind(inner[1]) == gives:
+                return inner[1]
+        if name == "where" and refs[0][0] == "c":
+            return self.cast(refs[1] if refs[0][1] else refs[2], gives)
+        if name == "where" and _ref_key(refs[1]) == _ref_key(refs[2]):
+            return refs[1]
+        if len(refs) == 2:
+            return self._shorten_pair(name, refs[0], refs[1], gives)
+        return None
+
+    def _shorten_pair(self, name: str, a: Ref, b: Ref, gives: Kind) -> Ref | None:
+        if name in ("add", "mul", "and", "or") and a[0] == "c":
+            a, b = b, a
+        if name == "sub" and a[0] == "c" and a[1] == 0:
+            return self.emit("neg", self.cast(b, gives))
+        if b[0] != "c":
+            return None
+        value = b[1]
+        if name in ("and", "or"):
+            settles = bool(value) == (name == "or")
+            return ("c", bool(value)) if settles else self.cast(a, "bool")
+        neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}
+        if name in neutral and value == neutral[name]:
+            return self.cast(a, gives)
+        if name == "mul" and value == -1:
+            return self.emit("neg", self.cast(a, gives))
+        if name == "pow" and value in (2, 3):
+            base = self.cast(a, gives)
+            square = self.emit("mul", base, base)
+            return square if value == 2 else self.emit("mul", square, base)
+        if name == "pow" and value in (0.5, -0.5, -1) and gives == "float":
+            return self.emit({0.5: "sqrt", -0.5: "rsqrt", -1: "recip"}[value], a)
+        return None
+
+
+def _ref_key(ref: Ref) -> tuple[str, ...]:
+    """Constants compare by type and digits: 1, 1.0 and True are different values here."""
+    return (ref[0], type(ref[1]).__name__, repr(ref[1]))
+
+
+def _fold(name: str, refs: Sequence[Ref]) -> Ref | None:
+    value = evaluate_expr(Expr(((name, *refs),), (("t", 0),)), [])[0].item()
+    return None if value != value else ("c", value)
+
+
+def tidy(expr: Expr, kinds: Sequence[Kind]) -> Expr:
+    """The same program, shortened: constants folded, equal instructions shared, unused ones dropped.
+
+    Args:
+        expr: the program.
+        kinds: the kind of each of its inputs.
+    """
+    builder = Builder(kinds)
+    return builder.finish(builder.inline(expr, [("x", i) for i in range(len(kinds))]))
+
+
+def used_inputs(expr: Expr) -> list[int]:
+    """Positions of the inputs that a program reads, ascending."""
+    refs = [r for i in expr.code for r in i[1:]] + list(expr.results)
+    return sorted({r[1] for r in refs if r[0] == "x"})
+
+
+def renumber_inputs(expr: Expr, number: dict[int, int]) -> Expr:
+    """The program with input ``i`` called ``number[i]``."""
+
+    def translate(ref: Ref) -> Ref:
+        return ("x", number[ref[1]]) if ref[0] == "x" else (ref[0], ref[1])
+
+    code = tuple((i[0], *map(translate, i[1:])) for i in expr.code)
+    return Expr(code, tuple(map(translate, expr.results)))
