@@ -1,7 +1,7 @@
 """Logical arrays to storage and back, by strides: what the host does with a layout.
 
 A layout's digits are strides over the storage, so packing is one strided assignment and unpacking one strided read.
-Where an axis is padded, the array is first grown to the padded extent; the padding then holds zeros, which nobody relies on.
+Where an axis is padded, the array is first grown to the padded extent with zeros, which nobody relies on.
 """
 
 from __future__ import annotations

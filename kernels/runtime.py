@@ -286,15 +286,15 @@ class Runtime:
     def __init__(
         self, device: DeviceInfo | None = None, *, profiling: bool = False, dump: str | os.PathLike[str] | None = None
     ) -> None:
-        self.device = device if device is not None else pick()
+        self.info = device if device is not None else pick()
         import pyopencl as cl
 
         self._cl = cl
         try:
-            self.context = cl.Context([self.device.handle])
+            self.context = cl.Context([self.info.handle])
             self.queue = self._queue(profiling)
         except cl.Error as error:
-            raise DeviceError(f"device {self.device.label} refuses a context: {_first_line(error)}") from error
+            raise DeviceError(f"device {self.info.label} refuses a context: {_first_line(error)}") from error
         self._profiling: Any = self.queue if profiling else None
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
@@ -308,7 +308,7 @@ class Runtime:
     @property
     def limits(self) -> DeviceLimits:
         """The device's limits."""
-        return self.device.limits
+        return self.info.limits
 
     @property
     def profiling_queue(self) -> Any:
@@ -343,7 +343,7 @@ class Runtime:
                 program = cl.Program(self.context, source).build(options, cache_dir=str(cache_dir()))
         except cl.Error as error:
             raise DeviceError(
-                f"kernel {label} does not build on {self.device.label}: {_complaint(error)} "
+                f"kernel {label} does not build on {self.info.label}: {_complaint(error)} "
                 f"(set {DUMP_ENV}=DIR to keep its source)",
                 str(error),
             ) from error
@@ -383,7 +383,7 @@ class Runtime:
             return self._cl.Buffer(self.context, self._cl.mem_flags.READ_WRITE, max(size_bytes, 1))
         except (self._cl.Error, MemoryError) as error:
             raise DeviceError(
-                f"device {self.device.label} refuses a buffer of {size_bytes} bytes "
+                f"device {self.info.label} refuses a buffer of {size_bytes} bytes "
                 f"(largest single buffer {self.limits.max_alloc_bytes}): {_first_line(error)}"
             ) from error
 
@@ -419,10 +419,15 @@ class Runtime:
             calls: (kernel with its arguments set, global size, local size).
         """
         launch, queue = self._cl.enqueue_nd_range_kernel, self.queue
-        for kernel, global_size, local_size in calls:
-            launch(queue, kernel, global_size, local_size)
+        kernel = None
+        try:
+            for kernel, global_size, local_size in calls:
+                launch(queue, kernel, global_size, local_size)
+        except self._cl.Error as error:
+            name = kernel.function_name if kernel is not None else "?"
+            raise DeviceError(f"device {self.info.label} refuses to launch {name}: {_first_line(error)}") from error
 
-    def time_ns(self, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...]) -> Any:
+    def launch_timed(self, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...]) -> Any:
         """Launch on the profiling queue; the event's ``profile.start`` and ``profile.end`` are nanoseconds."""
         return self._cl.enqueue_nd_range_kernel(self.profiling_queue, kernel, global_size, local_size)
 

@@ -31,7 +31,7 @@ def test_some_device_is_found() -> None:
 
 
 def test_device_info_is_complete(rt: Runtime) -> None:
-    info = rt.device
+    info = rt.info
     assert info.platform
     assert info.name
     assert info.driver
@@ -53,7 +53,7 @@ def test_build_run_and_read_back(rt: Runtime) -> None:
     kernel.set_args(source, target)
     rt.enqueue([(kernel, (33,), (1,))] * 3)
     assert np.array_equal(rt.download(target, np.empty_like(x)), 2 * x)
-    event = rt.time_ns(kernel, (33,), (1,))
+    event = rt.launch_timed(kernel, (33,), (1,))
     event.wait()
     assert event.profile.end >= event.profile.start
 
@@ -75,7 +75,7 @@ def test_missing_entry_is_an_error(rt: Runtime) -> None:
 
 
 def test_dump_writes_every_source(rt: Runtime, tmp_path: Path) -> None:
-    Runtime(rt.device, dump=tmp_path / "cl").build(DOUBLE, "contraction.outer(mr=8,v=16)")
+    Runtime(rt.info, dump=tmp_path / "cl").build(DOUBLE, "contraction.outer(mr=8,v=16)")
     (file,) = (tmp_path / "cl").iterdir()
     assert file.read_text() == DOUBLE
     assert file.name.startswith("contraction.outer_mr=8,v=16")

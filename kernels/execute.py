@@ -1,0 +1,332 @@
+"""Runs a Plan: one arena on the device, every kernel built and bound to its buffers once, then steps without waiting.
+
+An :class:`Executor` is the only thing here that has state. A step uploads the inputs, enqueues every launch in the
+plan's order on one in-order queue and returns; reading a tensor waits for what was enqueued before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from kernels.bind import BoundStep, bind, slot_name
+from kernels.feed import Feed, cast, initial_values
+from kernels.pack import STORAGE_DTYPES, pack, unpack
+from kernels.runtime import Runtime
+from kernels.source import program_source
+from kernels.spec import DeviceLimits
+from layoutopt.errors import DeviceError, GraphError
+from layoutopt.graph import TrainingGraph
+from layoutopt.plan import ArenaSlot, Plan
+
+__all__ = ["Executor"]
+
+_STEPS_AHEAD = 2
+"""Steps the host may run ahead of the device before it waits: bounds the input copies that are alive."""
+
+Call = tuple[Any, tuple[int, ...], tuple[int, ...]]
+
+
+class Executor:
+    """A training step on a device.
+
+    Args:
+        runtime: the device.
+        graph: the step.
+        plan: its layouts, kernels and arena.
+        values: starting parameters and state by tensor name; what is absent starts by ``Tensor.init``.
+        keep: further tensors that ``read`` must be able to give after a step.
+        seed: of the random starting values.
+        limits: what the plan must fit; the device's own by default.
+        poison: fill the arena with NaN bytes first, so that a kernel that reads what nobody wrote is seen.
+
+    Raises:
+        GraphError: the plan is for another graph or damaged, a value is unknown or missing, or a kept tensor's memory
+            is reused before the step ends.
+        DeviceError: the plan does not fit the device, or a kernel does not build.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        graph: TrainingGraph,
+        plan: Plan,
+        values: Mapping[str, np.ndarray] | None = None,
+        *,
+        keep: Iterable[str] = (),
+        seed: int = 0,
+        limits: DeviceLimits | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.runtime, self.graph, self.plan = runtime, graph, plan
+        self.limits = limits or runtime.limits
+        self._feed = Feed(graph)
+        self._ops = {op.name: op for op in graph.ops}
+        self._layouts = {name: tuple(doc.layout() for doc in docs) for name, docs in plan.layouts.items()}
+        self._slots = {slot.name: slot for slot in plan.arena}
+        self._check_plan()
+        self._check_fit()
+        for name in (*graph.outputs, *keep):
+            self._alive_slot(name)
+        self._initial = self._starting_values(values or {}, seed)
+        self._arena = runtime.allocate(plan.arena_bytes)
+        if poison:
+            runtime.fill(self._arena, 0xFF)
+        self._buffers = {
+            slot.name: runtime.region(self._arena, slot.offset_bytes, slot.size_bytes) for slot in plan.arena
+        }
+        self._sources: dict[tuple[str, int], str] = {}
+        self.steps = bind(graph, plan, self.limits)
+        self._step_calls = [self._prepare(step) for step in self.steps]
+        self._calls = [call for calls in self._step_calls for call in calls]
+        wanted, self._forward_inputs = self._forward_part()
+        self._forward_calls = [call for i in wanted for call in self._step_calls[i]]
+        self._uploads: deque[list[Any]] = deque()
+        for tensor in graph.by_role("constant"):
+            if graph.storage_of[tensor.name] in self._layouts:
+                value = np.broadcast_to(np.asarray(graph.constants[tensor.name]), tensor.shape)
+                self._store(tensor.name, value.astype(STORAGE_DTYPES[tensor.dtype]))
+        self.reset()
+
+    # ---- checks -----------------------------------------------------------------------------------------------------
+
+    def _check_plan(self) -> None:
+        plan, graph = self.plan, self.graph
+        if plan.graph_hash != graph.hash:
+            raise GraphError(
+                f"the plan is for graph {plan.graph_name!r} ({plan.graph_hash[:12]}), "
+                f"not for {graph.name!r} ({graph.hash[:12]}): plan this graph with `layoutopt plan`"
+            )
+        planned = [plan.ops[i].op for kind, i in plan.steps if kind == "op"]
+        if planned != [op.name for op in graph.ops]:
+            raise GraphError(f"the plan of {graph.name!r} does not run its {len(graph.ops)} ops in order: plan it anew")
+        for planned_op in plan.ops:
+            op = self._ops[planned_op.op]
+            if len(planned_op.layouts) != len(op.operands):
+                raise GraphError(f"the plan gives op {op.name} {len(planned_op.layouts)} layouts: plan the graph anew")
+            if any(planned_op.layouts[len(op.inputs) :]):
+                raise GraphError(f"the plan lets op {op.name} write a copy, not the primary: plan the graph anew")
+        for storage, layouts in self._layouts.items():
+            item_bytes = STORAGE_DTYPES[graph.storages[storage].dtype].itemsize
+            for position, layout in enumerate(layouts):
+                slot = self._slots.get(slot_name(storage, position))
+                if slot is None or slot.size_bytes < layout.size_elems * item_bytes:
+                    raise GraphError(
+                        f"the plan's arena has no room for {slot_name(storage, position)}: plan the graph anew"
+                    )
+
+    def _check_fit(self) -> None:
+        need, limits = self.plan.arena_bytes, self.limits
+        if need > min(limits.max_alloc_bytes, limits.global_mem_bytes):
+            raise DeviceError(
+                f"the plan of {self.graph.name!r} needs an arena of {need} bytes; device {self.runtime.info.name} "
+                f"allows {limits.max_alloc_bytes} bytes in one buffer and has {limits.global_mem_bytes} in all: "
+                "plan with a smaller batch or a --memory budget"
+            )
+        for slot in self.plan.arena:
+            if slot.offset_bytes % limits.base_align_bytes:
+                raise DeviceError(
+                    f"the plan puts {slot.name} at byte {slot.offset_bytes}; device {self.runtime.info.name} needs "
+                    f"multiples of {limits.base_align_bytes}: plan for this device"
+                )
+            if slot.offset_bytes + slot.size_bytes > need:
+                raise GraphError(f"the plan's slot {slot.name} ends beyond its arena of {need} bytes: plan anew")
+
+    def _alive_slot(self, name: str) -> ArenaSlot:
+        """The slot of a tensor's primary layout, which nothing overwrites before the step ends."""
+        if name not in self.graph.tensors:
+            raise GraphError(f"graph {self.graph.name!r} has no tensor {name!r}")
+        storage = self.graph.storage_of[name]
+        slot = self._slots.get(slot_name(storage, 0))
+        if slot is None:
+            raise GraphError(f"tensor {name!r} is not in the plan: no op uses it")
+        for other in self.plan.arena:
+            apart = (
+                other.offset_bytes >= slot.offset_bytes + slot.size_bytes
+                or slot.offset_bytes >= other.offset_bytes + other.size_bytes
+            )
+            if other.first > slot.last and not apart:
+                raise GraphError(
+                    f"tensor {name!r} does not live to the end of the step: {other.name} reuses its memory; "
+                    "plan with this tensor in `keep`"
+                )
+        return slot
+
+    # ---- building ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, step: BoundStep) -> tuple[Call, ...]:
+        """The step's launches, each a kernel object of its own with its arguments set."""
+        kernel, label = step.kernel, step.kernel.variant.label
+        buffers = []
+        for position, name in enumerate(step.slots):
+            need = kernel.buffer_layout(position).size_elems * STORAGE_DTYPES[kernel.operand_dtype(position)].itemsize
+            slot = self._slots.get(name)
+            if slot is None or slot.size_bytes < need:
+                raise GraphError(f"the plan's arena has no {name} of {need} bytes for {step.label}: solve it anew")
+            buffers.append(self._buffers[name])
+        calls = []
+        for i, launch in enumerate(kernel.launches):
+            if (kernel.key, i) not in self._sources:
+                self._sources[kernel.key, i] = program_source(kernel, launch)
+            call = self.runtime.kernel(self._sources[kernel.key, i], launch.entry, f"{label} of {step.label}")
+            call.set_args(*(buffers[position] for _, position in launch.operands))
+            calls.append((call, launch.global_size, launch.local_size))
+        return tuple(calls)
+
+    def _forward_part(self) -> tuple[list[int], frozenset[str]]:
+        """Positions of the steps that forward and loss outputs need, and the inputs these read."""
+        wanted_ops: set[str] = set()
+        inputs: set[str] = set()
+        pending = list(self.graph.outputs)
+        while pending:
+            tensor = pending.pop()
+            if self.graph.tensors[tensor].role == "input":
+                inputs.add(tensor)
+            op = self.graph.producer.get(tensor)
+            if op is None or op.name in wanted_ops or op.phase not in ("forward", "loss"):
+                continue
+            wanted_ops.add(op.name)
+            pending += [operand.tensor for operand in op.inputs]
+        steps: set[int] = set()
+        made_by: dict[tuple[str, int], int] = {}
+        for i, (kind, index) in enumerate(self.plan.steps):
+            if kind == "relayout":
+                relayout = self.plan.relayouts[index]
+                made_by[relayout.storage, relayout.target] = i
+                continue
+            planned = self.plan.ops[index]
+            if planned.op in wanted_ops:
+                steps.add(i)
+                op = self._ops[planned.op]
+                used = zip(op.inputs, planned.layouts[: len(op.inputs)], strict=True)
+                steps |= {made_by[self.graph.storage_of[o.tensor], p] for o, p in used if p}
+        return sorted(steps), frozenset(inputs)
+
+    # ---- values -----------------------------------------------------------------------------------------------------
+
+    def _starting_values(self, values: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
+        tensors = {t.name: t for t in self.graph.by_role("parameter", "state")}
+        for name in values:
+            if name not in tensors:
+                raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
+        out = initial_values(self.graph, seed)
+        out |= {name: np.array(cast(tensors[name], value)) for name, value in values.items()}
+        for name, tensor in tensors.items():
+            if name not in out:
+                raise GraphError(f"parameter {name!r} {list(tensor.shape)} has no starting value: pass it in `values`")
+        return out
+
+    def _store(self, name: str, array: np.ndarray, *, wait: bool = True) -> Any:
+        storage = self.graph.storage_of[name]
+        packed = pack(self._layouts[storage][0], array, self.graph.tensors[name].dtype)
+        return self.runtime.upload(self._buffers[slot_name(storage, 0)], packed, wait=wait)
+
+    def write(self, name: str, array: np.ndarray) -> None:
+        """Set a parameter or state tensor.
+
+        Raises:
+            GraphError: no such tensor, or the array does not fit it.
+        """
+        tensor = self.graph.tensors.get(name)
+        if tensor is None or tensor.role not in ("parameter", "state"):
+            raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
+        value = cast(tensor, array)
+        if self.graph.storage_of[name] in self._layouts:
+            self._store(name, value)
+        else:  # no op uses it: the host keeps what a checkpoint will want back
+            self._initial[name] = np.array(value)
+
+    def read(self, name: str) -> np.ndarray:
+        """The logical value of a parameter, state, output or kept tensor, after everything enqueued.
+
+        Raises:
+            GraphError: no such tensor, or its memory is reused within the step.
+        """
+        if name in self._initial and self.graph.storage_of[name] not in self._layouts:
+            return self._initial[name].copy()
+        slot = self._alive_slot(name)
+        tensor = self.graph.tensors[name]
+        layout = self._layouts[self.graph.storage_of[name]][0]
+        storage = np.empty(layout.size_elems, STORAGE_DTYPES[tensor.dtype])
+        self.runtime.download(self._buffers[slot.name], storage)
+        return unpack(layout, storage, tensor.dtype)
+
+    def values(self) -> dict[str, np.ndarray]:
+        """All parameters and state."""
+        return {t.name: self.read(t.name) for t in self.graph.by_role("parameter", "state")}
+
+    def loss(self) -> float:
+        """The first output of the last step."""
+        return float(self.read(self.graph.outputs[0]))
+
+    def reset(self) -> None:
+        """Parameters and state back to their starting values."""
+        for name, value in self._initial.items():
+            if self.graph.storage_of[name] in self._layouts:
+                self._store(name, value)
+
+    # ---- running ----------------------------------------------------------------------------------------------------
+
+    @property
+    def launches(self) -> int:
+        """Kernel launches in a step."""
+        return len(self._calls)
+
+    def step(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Enqueue one training step.
+
+        Args:
+            inputs: an array per input of the graph; free to change when this returns.
+
+        Raises:
+            GraphError: an input is missing, unknown, of a wrong shape or dtype, or holds an id out of range.
+        """
+        self._run(inputs, None, self._calls)
+
+    def forward(self, inputs: Mapping[str, np.ndarray]) -> None:
+        """Enqueue only what the outputs need: parameters and state stay as they are.
+
+        Args:
+            inputs: those that forward and loss read; others may be given.
+
+        Raises:
+            GraphError: as ``step``.
+        """
+        self._run(inputs, self._forward_inputs, self._forward_calls)
+
+    def _run(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None, calls: list[Call]) -> None:
+        self._upload(inputs, required)
+        self.runtime.enqueue(calls)
+        self.runtime.flush()
+
+    def _upload(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None) -> None:
+        arrays = self._feed.check(inputs, required)
+        used = {name: array for name, array in arrays.items() if self.graph.storage_of[name] in self._layouts}
+        self._uploads.append([self._store(name, array, wait=False) for name, array in used.items()])
+        while len(self._uploads) > _STEPS_AHEAD:
+            for event in self._uploads.popleft():
+                event.wait()
+
+    def profile(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[str, int]]:
+        """Run one step, launch by launch on a profiling queue.
+
+        Args:
+            inputs: as ``step``.
+
+        Returns:
+            (op name or ``relayout:STORAGE#POSITION``, device nanoseconds of its launches) in the plan's order.
+        """
+        self._upload(inputs, None)
+        self.runtime.finish()
+        events = [[self.runtime.launch_timed(*call) for call in calls] for calls in self._step_calls]
+        self.runtime.profiling_queue.finish()
+        times_ns = [sum(e.profile.end - e.profile.start for e in launched) for launched in events]
+        return [(step.label, time_ns) for step, time_ns in zip(self.steps, times_ns, strict=True)]
+
+    def finish(self) -> None:
+        """Wait for every enqueued step."""
+        self.runtime.finish()
+        self._uploads.clear()
