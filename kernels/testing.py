@@ -14,6 +14,7 @@ import numpy as np
 import pyopencl as cl
 
 from kernels.pocl import name_generic_cpu
+from kernels.runtime import BUILD_OPTIONS
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel
 from layoutopt.errors import DeviceError
@@ -117,7 +118,7 @@ class PreparedKernel:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", cl.CompilerWarning)
-                program = cl.Program(self.context, source).build("-cl-std=CL1.2", cache_dir=False)
+                program = cl.Program(self.context, source).build(BUILD_OPTIONS, cache_dir=False)
             call = cl.Kernel(program, launch.entry)
         except cl.Error as error:
             what = f"{self.kernel.variant.label} (launch {position}, {launch.body}) does not build"

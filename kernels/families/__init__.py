@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kernels.families.contraction import CONTRACTION
 from kernels.spec import Family
 
 __all__ = ["ALL"]
 
-ALL: tuple[Family, ...] = ()
+ALL: tuple[Family, ...] = (CONTRACTION,)

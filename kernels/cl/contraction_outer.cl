@@ -1,0 +1,108 @@
+// Z[b,r,c] = ALPHA * sum over k of X[b,r,k] * Y[b,k,c], vectors along c: an outer product of MR values of X and NV vectors
+// of Y per step. (outer.n: X = A, Y = B; outer.m: X = B and Y = A, both transposed, so that c is the product's m.)
+//
+// The header gives XI, YI, ZI (element offsets by (b,r,k), (b,k,c), (b,r,c)); a step along k inside a tile of KT is XKS or YKS
+// elements, so that the inner loop's strides are constants whatever the layout. LOAD_Y reads a row of vectors in the pieces
+// that are contiguous. Tiles at the border clamp what they load and predicate what they store; k is never overrun.
+
+inline void tile(__global const float *restrict X, __global const float *restrict Y, __global float *restrict Z, const int b,
+                 const int r0, const int c0, const int edge) {
+    VT acc[MR][NV], y[NV];
+    int xo[MR], yo[YP];
+#pragma unroll
+    for (int r = 0; r < MR; ++r) xo[r] = XI(b, edge ? min(r0 + r, RN - 1) : r0 + r, 0);
+#pragma unroll
+    for (int p = 0; p < YP; ++p) yo[p] = YI(b, 0, edge && c0 + p * YU >= CN ? 0 : c0 + p * YU);
+#if XSEP
+#define XOFF(r) (edge ? xo[r] : xo[0] + XI(0, r, 0) - XI(0, 0, 0))
+#else
+#define XOFF(r) xo[r]
+#endif
+#pragma unroll
+    for (int r = 0; r < MR; ++r)
+#pragma unroll
+        for (int j = 0; j < NV; ++j) acc[r][j] = (VT)(0.0f);
+
+#define LOAD(o) \
+    do { \
+        if (edge) { \
+            LOAD_Y_EDGE(o); \
+        } else { \
+            LOAD_Y(o); \
+        } \
+    } while (0)
+#define STEP(xk, yk) \
+    do { \
+        LOAD(yk); \
+        _Pragma("unroll") for (int r = 0; r < MR; ++r) { \
+            const VT x = (VT)(X[XOFF(r) + (xk)]); \
+            _Pragma("unroll") for (int j = 0; j < NV; ++j) acc[r][j] += x * y[j]; \
+        } \
+    } while (0)
+
+    for (int k0 = 0; k0 < KMAIN; k0 += KT) {
+        const int xk = XI(0, 0, k0) - XI(0, 0, 0), yk = YI(0, k0, 0) - YI(0, 0, 0);
+#if XV == 1
+#pragma unroll KU
+        for (int k = 0; k < KT; ++k) STEP(xk + k * XKS, yk + k * YKS);
+#else
+        for (int k = 0; k + XV <= KT; k += XV) {
+            float x[MR][XV];
+#pragma unroll
+            for (int i = 0; i < XN; ++i) LOAD_X(x, i, xk + k * XKS);
+#pragma unroll
+            for (int i = 0; i < XV; ++i) {
+                LOAD(yk + (k + i) * YKS);
+#pragma unroll
+                for (int r = 0; r < MR; ++r)
+#pragma unroll
+                    for (int j = 0; j < NV; ++j) acc[r][j] += (VT)(x[r][i]) * y[j];
+            }
+        }
+        for (int k = KT / XV * XV; k < KT; ++k) STEP(xk + k * XKS, yk + k * YKS);
+#endif
+    }
+#if KMAIN < KN
+    {
+        const int xk = XI(0, 0, KMAIN) - XI(0, 0, 0), yk = YI(0, KMAIN, 0) - YI(0, 0, 0);
+        for (int k = 0; k < KN - KMAIN; ++k) STEP(xk + k * XKS, yk + k * YKS);
+    }
+#endif
+
+    for (int r = 0; r < MR; ++r) {
+        if (edge && r0 + r >= RN) break;
+        for (int j = 0; j < NV; ++j) {
+            const VT z = acc[r][j] * ALPHA;
+            const int c = c0 + j * V;
+#if ZU > 1
+            if (!edge || c + V <= CN) {
+                STORE_Z(z, b, r0 + r, c);
+                continue;
+            }
+#endif
+            float lane[V];
+            VSTORE(z, lane);
+            for (int i = 0; i < V; ++i)
+                if (!edge || c + i < CN) Z[ZI(b, r0 + r, c + i)] = lane[i];
+        }
+    }
+}
+
+__kernel void contraction_outer(X_ARG, Y_ARG, Z_ARG) {
+    const int b = get_global_id(2);
+    for (int s = 0; s < CT; ++s) {
+        const int c0 = (get_global_id(C_DIM) * CT + s) * (NV * V);
+        for (int t = 0; t < RT; ++t) {
+            const int r0 = (get_global_id(R_DIM) * RT + t) * MR;
+            if (r0 >= RN || c0 >= CN) break;
+#if RN % MR == 0 && CN % (NV * V) == 0
+            tile(X, Y, Z, b, r0, c0, 0);
+#else
+            if (r0 + MR <= RN && c0 + NV * V <= CN)
+                tile(X, Y, Z, b, r0, c0, 0);
+            else
+                tile(X, Y, Z, b, r0, c0, 1);
+#endif
+        }
+    }
+}

@@ -1,0 +1,240 @@
+"""Contraction: a[b,m,k] · b[b,k,n] → c[b,m,n], in the orientations that serve every layout without a transpose.
+
+Internally a kernel computes Z[b,r,c] = alpha · Σ_k X[b,r,k] · Y[b,k,c]:
+
+- ``outer.n``: X = a, Y = b, vectors along c = n; one step of k is an outer product of mr scalars and nv vectors;
+- ``outer.m``: X = bᵀ, Y = aᵀ, Z = cᵀ, vectors along c = m: the mirror image, for operands contiguous along m;
+- ``dot``: vectors along k of both operands, summed across lanes at the end; c is the axis along which the output is
+  contiguous;
+- ``any``: scalars, each by its own index expression, for whatever the others do not accept.
+
+The roles' axes are the kernel's ``views``, so nests and macros speak of (b, r, k), (b, k, c) and (b, r, c).
+
+A vector is read in *pieces* that are contiguous: where R-Tiles are narrower than the vector, several loads make one
+vector. Inside a tile of ``KT`` steps along k both operands have constant strides, so that mixed-radix index arithmetic
+stays outside the inner loop. On a CPU a work group is one fat item that walks ``t``×``s`` register tiles (rows first,
+so that a panel of Y stays in cache); on a GPU it is ``gr``×``gc`` thin ones.
+"""
+
+from __future__ import annotations
+
+from math import gcd, prod
+
+from kernels.families.contraction_code import compose_load, compose_store, lane_sums, piece_width, y_edge
+from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
+from kernels.nest import Nest
+from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
+from layoutopt.layout import Layout
+
+__all__ = ["CONTRACTION", "Contraction"]
+
+_L2_BYTES = 512 << 10  # what a work item's operands may take of a core's cache
+
+# Register tiles (mr, nv, v) of the outer orientations and (mr, nr, v) of dot, by device kind.
+_OUTER = {
+    "cpu": ((12, 2, 16), (8, 3, 16), (6, 4, 16), (8, 1, 16), (6, 2, 8), (12, 1, 8), (4, 2, 4)),
+    "gpu": ((4, 1, 4), (8, 2, 4)),
+}
+_DOT = {
+    "cpu": ((4, 4, 16), (6, 4, 16), (3, 4, 8), (4, 2, 16), (4, 4, 4)),
+    "gpu": ((4, 4, 4), (2, 2, 4)),
+}
+_GPU_GROUP = (8, 16)
+
+
+def separable(layout: Layout, axis: int, step: int) -> bool:
+    """Whether ``offset(step·t + i) = offset(step·t) + offset(i)`` along an axis for every t and 0 <= i < step."""
+    inner = 1
+    for mode in reversed(layout.axis_modes(axis)[1:]):
+        inner *= mode.extent
+        if inner % step and step % inner:
+            return False
+    return True
+
+
+def inner_tile(x: Layout, y: Layout) -> int:
+    """Steps of k inside which both operands (k is axis 2 of x, 1 of y) have one constant stride."""
+    extents = [modes[-1].extent for modes in (x.axis_modes(2), y.axis_modes(1)) if len(modes) > 1]
+    return min(gcd(*extents), x.shape[2]) if extents else x.shape[2]
+
+
+class Contraction:
+    """The family's singleton; see the module docstring."""
+
+    name = "contraction"
+    kinds = ("contraction",)
+
+    def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
+        """Register tiles that fit the shape; the blocks of tiles per work item follow from shape and device."""
+        batch, m, k = spec.shapes[0]
+        n = spec.shapes[1][2]
+        cpu = limits.kind == "cpu"
+        gr, gc = (1, 1) if cpu else _GPU_GROUP
+        widest = max(limits.simd_width, 4) if cpu else 4
+        out = []
+        for name, rows, cols in (("outer.n", m, n), ("outer.m", n, m)):
+            for mr, nv, v in _OUTER[limits.kind]:
+                if v > widest or (v > 4 and v * nv >= 2 * max(cols, 4)) or (mr > 4 and mr >= 2 * rows):
+                    continue
+                t, s = _blocks(batch, rows, cols, k, mr, nv * v, limits)
+                params = {"mr": mr, "nv": nv, "v": v, "t": t, "s": s, "x": 1 if cpu else 4, "gr": gr, "gc": gc}
+                out.append(KernelVariant(self.name, name, tuple(params.items())))
+        for mr, nr, v in _DOT[limits.kind]:
+            if v > min(widest, k):
+                continue
+            t, s = _blocks(batch, m, n, k, mr, nr, limits)
+            params = {"mr": mr, "nr": nr, "v": v, "t": t, "s": s, "gr": gr, "gc": gc}
+            out.append(KernelVariant(self.name, "dot", tuple(params.items())))
+        params = {"mr": 4, "nr": 4, "gr": gr, "gc": gc}
+        out.append(KernelVariant(self.name, "any", tuple(params.items())))
+        return out
+
+    def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
+        """The kernel, or None where the vectors' axis is not contiguous enough or an operand is an image."""
+        if any(layout.is_image for layout in layouts):
+            return None
+        a, b, c = layouts
+        mirrored = variant.name == "outer.m" or (variant.name == "dot" and _along_m(c))
+        views = (a.permute((0, 2, 1)), b.permute((0, 2, 1)), c.permute((0, 2, 1))) if mirrored else layouts
+        x, y = (1, 0) if mirrored else (0, 1)
+        roles = (("X", x), ("Y", y), ("Z", 2))
+        make = {"outer.n": _outer, "outer.m": _outer, "dot": _dot, "any": _any}[variant.name]
+        made = make(dict(variant.params), views[x], views[y], views[2], (x, y))
+        if made is None:
+            return None
+        body, tiling, nest, defines, preamble = made
+        constants = {**defines, **tiling.defines(), "ALPHA": float(spec.attr("alpha", 1.0))}
+        launch = Launch(
+            f"{body}.cl",
+            body,
+            roles,
+            nest,
+            tiling.global_size,
+            tiling.local_size,
+            tuple(constants.items()),
+            preamble,
+        )
+        return Kernel(spec, variant, layouts, (launch,), views=views if mirrored else ())
+
+
+CONTRACTION = Contraction()
+
+_Made = tuple[str, Tiling, Nest, dict[str, str | int | float], str]
+
+
+def _blocks(batch: int, rows: int, cols: int, k: int, mr: int, nr: int, limits: DeviceLimits) -> tuple[int, int]:
+    """Register tiles (down, across) of a CPU work item: few enough work groups to be cheap, enough to share out."""
+    if limits.kind != "cpu":
+        return 1, 1
+    tiles_r, tiles_c = -(-rows // mr), -(-cols // nr)
+    wanted = max(1, batch * tiles_r * tiles_c // (8 * limits.compute_units))
+    across_max = max(1, _L2_BYTES // 2 // (4 * k * nr))
+    t = min(tiles_r, wanted, max(1, _L2_BYTES // 2 // (4 * k * mr)))
+    s = min(tiles_c, max(1, wanted // t), across_max)
+    return -(-tiles_r // -(-tiles_r // t)), -(-tiles_c // -(-tiles_c // s))
+
+
+def _along_m(c: Layout) -> bool:
+    return not c.vectorizes(2, 4) and c.vectorizes(1, 4)
+
+
+def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
+    mr, nv, v = p["mr"], p["nv"], p["v"]
+    yu = piece_width(y, 2, v)
+    if yu < min(v, 4):
+        return None
+    kt, k = inner_tile(x, y), x.shape[2]
+    xv = p["x"] if x.vectorizes(2, p["x"]) and (kt % p["x"] == 0 or kt == k) else 1
+    zu = piece_width(z, 2, v)
+    zu = zu if zu >= 4 else 1
+    tiling = Tiling(z.shape, mr, nv * v, p["t"], p["s"], p["gr"], p["gc"])
+    main = k // kt * kt if kt < k else k // xv * xv
+    nest = outer_nest(tiling, positions, k, (main, xv), yu, zu)
+    columns = separable(y, 2, nv * v)
+    defines: dict[str, str | int | float] = {
+        "NV": nv,
+        "V": v,
+        "VT": _vector(v),
+        "YP": nv * v // yu,
+        "YU": yu,
+        "ZU": zu,
+        "XV": xv,
+        "XSEP": int(separable(x, 1, mr)),
+        **_k_loop(x, y, kt, 1, 4 if kt >= 4 else 1),
+    }
+    preamble = [
+        compose_load("LOAD_Y", y, nv, v, yu, columns),
+        *y_edge(y, nv, v, yu),
+        f"#define VSTORE(z,p) {f'vstore{v}(z,0,p)' if v > 1 else '(p)[0]=(z)'}",
+    ]
+    if zu > 1:
+        preamble.append(compose_store(z, v, zu))
+    if xv > 1:
+        aligned = x.alignment(2) % xv == 0
+        load = f"*(__global const float{xv}*)(X+XOFF(i)+(o))" if aligned else f"vload{xv}(0,X+XOFF(i)+(o))"
+        lanes = ",".join(f"(x)[i][{lane}]=x_.s{lane:x}" for lane in range(xv))
+        preamble.append(f"#define LOAD_X(x,i,o) do{{const float{xv} x_={load};{lanes};}}while(0)")
+    return "contraction_outer", tiling, nest, defines, "\n".join(preamble)
+
+
+def _dot(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
+    mr, nr, v, k = p["mr"], p["nr"], p["v"], x.shape[2]
+    xu, yu = piece_width(x, 2, v), piece_width(y, 1, v)
+    if k < v or min(xu, yu) < 4:
+        return None
+    kt = inner_tile(x, y)
+    if kt == k:
+        kt = k // v * v
+    elif kt % v:
+        kt = v
+        if not (separable(x, 2, v) and separable(y, 1, v)):
+            return None
+    zu = 4 if nr % 4 == 0 and z.vectorizes(2, 4) else 1
+    tiling = Tiling(z.shape, mr, nr, p["t"], p["s"], p["gr"], p["gc"])
+    nest = dot_nest(tiling, positions, k, v, (xu, yu, zu))
+    defines: dict[str, str | int | float] = {
+        "NR": nr,
+        "V": v,
+        "VT": _vector(v),
+        "ZU": zu,
+        "XSEP": int(separable(x, 1, mr)),
+        "YSEP": int(separable(y, 2, nr)),
+        **_k_loop(x, y, kt, v, 2 if kt >= 2 * v else 1),
+    }
+    preamble = [
+        compose_load("XLOAD", x, 1, v, xu, True, axis=2),
+        compose_load("YLOAD", y, 1, v, yu, True, axis=1),
+        *lane_sums(v),
+    ]
+    if zu > 1:
+        preamble.append(compose_store(z, 4, 4))
+    return "contraction_dot", tiling, nest, defines, "\n".join(preamble)
+
+
+def _any(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made:
+    tiling = Tiling(z.shape, p["mr"], p["nr"], 1, 1, p["gr"], p["gc"])
+    nest = any_nest(tiling, positions, x.shape[2])
+    return "contraction_any", tiling, nest, {"NR": p["nr"], "KN": x.shape[2]}, ""
+
+
+def _vector(v: int) -> str:
+    return f"float{v}" if v > 1 else "float"
+
+
+def _k_loop(x: Layout, y: Layout, kt: int, step: int, unroll: int) -> dict[str, str | int | float]:
+    """Tiles along k, and the stride of ``step`` within a tile (one mode, or else the tile is a single step)."""
+    k = x.shape[2]
+    strides = [modes[-1].stride if modes else 0 for modes in (x.axis_modes(2), y.axis_modes(1))]
+    return {
+        "KN": k,
+        "KT": kt,
+        "KMAIN": k // kt * kt,
+        "KU": kt // step if kt // step <= 4 * unroll else unroll,
+        "XKS": strides[0] * step,
+        "YKS": strides[1] * step,
+    }
+
+
+def launch_flops(spec: OpSpec) -> int:
+    """Arithmetic that a contraction needs, whatever the kernel."""
+    return 2 * prod(spec.shapes[0]) * spec.shapes[1][2]

@@ -1,0 +1,112 @@
+"""Generated C of the contraction kernels: vectors that are loaded and stored in contiguous pieces."""
+
+from __future__ import annotations
+
+from layoutopt.layout import Layout
+
+__all__ = ["axis_offset", "compose_load", "compose_store", "lane_sums", "piece_width", "y_edge"]
+
+
+def piece_width(layout: Layout, axis: int, v: int) -> int:
+    """Widest power of two up to ``v`` whose vectors along ``axis`` are contiguous."""
+    width = v
+    while width > 1 and not layout.vectorizes(axis, width):
+        width //= 2
+    return width
+
+
+def axis_offset(layout: Layout, axis: int, i: int) -> int:
+    """Elements from coordinate 0 to ``i`` along an axis of a buffer."""
+    offset, modes = 0, layout.axis_modes(axis)
+    for position, mode in reversed(list(enumerate(modes))):
+        offset += (i % mode.extent if position else i) * mode.stride
+        i //= mode.extent
+    return offset
+
+
+def _load(layout: Layout, axis: int, width: int, pointer: str) -> str:
+    if width == 1:
+        return f"(*({pointer}))"
+    if layout.alignment(axis) % width == 0:
+        return f"(*(__global const float{width}*)({pointer}))"
+    return f"vload{width}(0,{pointer})"
+
+
+def _join(v: int, parts: list[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"(float{v})({','.join(parts)})"
+
+
+def compose_load(name: str, layout: Layout, vectors: int, v: int, u: int, constant: bool, axis: int = 2) -> str:
+    """The macro that loads vectors from pieces of ``u``.
+
+    ``LOAD_Y(o)`` fills ``y[j]`` from offset ``o`` and the offsets ``yo``: ``constant`` says that those of all pieces
+    differ from the first one's by constants. Any other name gives an expression over a pointer.
+    """
+    per = v // u
+    if name != "LOAD_Y":
+        parts = [_load(layout, axis, u, f"(p)+{axis_offset(layout, axis, i * u)}") for i in range(per)]
+        return f"#define {name}(p) {_join(v, parts)}"
+    vectors_text = []
+    for j in range(vectors):
+        starts = [
+            f"Y+yo[0]+(o)+{axis_offset(layout, axis, i * u)}" if constant else f"Y+yo[{i}]+(o)"
+            for i in range(j * per, (j + 1) * per)
+        ]
+        vectors_text.append(f"y[{j}]={_join(v, [_load(layout, axis, u, start) for start in starts])};")
+    return f"#define {name}(o) {''.join(vectors_text)}"
+
+
+def y_edge(y: Layout, vectors: int, v: int, u: int) -> list[str]:
+    """``LOAD_Y_EDGE(o)``: pieces beyond the border are read from the first column, whose address exists.
+
+    A piece that straddles the border reads what lies behind it (its lanes are never stored), unless that would leave
+    the allocation: then lane by lane.
+    """
+    per, modes = v // u, y.axis_modes(2)
+    out = []
+    piece = "(*(Y+yo[{i}]+(o)))" if u == 1 else "y_piece(Y,yo[{i}]+(o),CN-(c0+{c}))"
+    if u > 1:
+        straddles = len(modes) < 2 and y.shape[2] % u
+        lanes = ",".join(f"Y[o+min({lane},left-1)]" for lane in range(u))
+        guard = f"if(left<=0)left=CN; if(o+{u}>{y.size_elems})return (float{u})({lanes});" if straddles else ""
+        out.append(
+            f"inline float{u} y_piece(__global const float*Y,const int o,int left)"
+            f"{{{guard} return {_load(y, 2, u, 'Y+o')};}}"
+        )
+    text = []
+    for j in range(vectors):
+        parts = [piece.format(i=i, c=i * u) for i in range(j * per, (j + 1) * per)]
+        text.append(f"y[{j}]={_join(v, parts)};")
+    out.append(f"#define LOAD_Y_EDGE(o) {''.join(text)}")
+    return out
+
+
+def compose_store(z: Layout, v: int, u: int) -> str:
+    """``STORE_Z(v,b,r,c)``: a vector along c, stored in pieces of ``u``."""
+    aligned = z.alignment(2) % u == 0
+    parts = []
+    for start in range(0, v, u):
+        lanes = "v_" if u == v else "v_.s" + "".join(f"{lane:x}" for lane in range(start, start + u))
+        pointer = f"Z+ZI(b,r,(c)+{start})"
+        parts.append(f"*(__global float{u}*)({pointer})={lanes};" if aligned else f"vstore{u}({lanes},0,{pointer});")
+    return f"#define STORE_Z(v,b,r,c) do{{const float{v} v_=(v);{''.join(parts)}}}while(0)"
+
+
+def lane_sums(v: int) -> list[str]:
+    """``SUM1`` adds up one vector, ``SUM4`` four at once: pairs are interleaved, so that no addition is idle."""
+    one = {
+        16: "const float8 h=a.lo+a.hi; const float4 q=h.lo+h.hi;",
+        8: "const float4 q=a.lo+a.hi;",
+        4: "const float4 q=a;",
+    }[v]
+    four = {
+        16: "const float16 p=(float16)(a.lo,b.lo)+(float16)(a.hi,b.hi), q=(float16)(c.lo,d.lo)+(float16)(c.hi,d.hi);"
+        "const float16 s=(float16)(p.s0123,p.s89ab,q.s0123,q.s89ab)+(float16)(p.s4567,p.scdef,q.s4567,q.scdef);",
+        8: "const float16 s=(float16)((float8)(a.lo,b.lo)+(float8)(a.hi,b.hi),(float8)(c.lo,d.lo)+(float8)(c.hi,d.hi));",
+        4: "const float16 s=(float16)(a,b,c,d);",
+    }[v]
+    return [
+        f"inline float SUM1(const float{v} a){{{one} const float2 r=q.lo+q.hi; return r.x+r.y;}}",
+        f"inline float4 SUM4(const float{v} a,const float{v} b,const float{v} c,const float{v} d)"
+        f"{{{four} const float8 h=s.even+s.odd; return h.even+h.odd;}}",
+    ]

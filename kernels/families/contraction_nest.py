@@ -1,0 +1,173 @@
+"""How the contraction kernels cut their output into work items, and the nests that say what each item touches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
+
+__all__ = ["Tiling", "any_nest", "dot_nest", "outer_nest"]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Register tiles of ``mr``×``nr``, ``t``×``s`` of them a work item, ``gr``×``gc`` items a work group.
+
+    With one item a group (a CPU) rows vary fastest, so that consecutive groups share a panel of Y; else columns do, so
+    that neighbouring lanes touch neighbouring memory.
+    """
+
+    shape: tuple[int, ...]
+    mr: int
+    nr: int
+    t: int
+    s: int
+    gr: int
+    gc: int
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Work groups (down, across)."""
+        _, rows, cols = self.shape
+        return -(-rows // (self.mr * self.t * self.gr)), -(-cols // (self.nr * self.s * self.gc))
+
+    @property
+    def fat(self) -> bool:
+        """Whether a group is one item."""
+        return self.gr * self.gc == 1
+
+    @property
+    def global_size(self) -> tuple[int, ...]:
+        """The NDRange, fastest dimension first."""
+        rows, cols = self.groups[0] * self.gr, self.groups[1] * self.gc
+        return (rows, cols, self.shape[0]) if self.fat else (cols, rows, self.shape[0])
+
+    @property
+    def local_size(self) -> tuple[int, ...]:
+        """The work group."""
+        return (1, 1, 1) if self.fat else (self.gc, self.gr, 1)
+
+    def defines(self) -> dict[str, str | int | float]:
+        """Constants that the bodies need."""
+        return {
+            "MR": self.mr,
+            "RT": self.t,
+            "CT": self.s,
+            "RN": self.shape[1],
+            "CN": self.shape[2],
+            "R_DIM": 0 if self.fat else 1,
+            "C_DIM": 1 if self.fat else 0,
+            "XI": "X_IDX",
+            "YI": "Y_IDX",
+            "ZI": "Z_IDX",
+        }
+
+    def grid(self) -> tuple[Loop, ...]:
+        """The grid's loops, in dispatch order."""
+        down, across = self.groups
+        batch, rows, cols = Loop("b", self.shape[0], "group"), Loop("r", down, "group"), Loop("c", across, "group")
+        if self.fat:
+            return batch, cols, rows
+        return batch, rows, cols, Loop("ri", self.gr, "item"), Loop("ci", self.gc, "item")
+
+    def walk(self) -> tuple[Loop, ...]:
+        """The item's loops over its register tiles."""
+        loops = (Loop("s", self.s), Loop("t", self.t))
+        return tuple(loop for loop in loops if loop.extent > 1)
+
+    def row(self, i: int) -> Index:
+        """Row ``i`` of the current register tile."""
+        return self._position("r", "ri", self.gr, "t", self.t, self.mr) + i
+
+    def col(self, i: int) -> Index:
+        """Column ``i`` of the current register tile."""
+        return self._position("c", "ci", self.gc, "s", self.s, self.nr) + i
+
+    @staticmethod
+    def _position(group: str, item: str, items: int, tile: str, tiles: int, size: int) -> Index:
+        terms = [Term(group, items * tiles * size)]
+        if items > 1:
+            terms.append(Term(item, tiles * size))
+        if tiles > 1:
+            terms.append(Term(tile, size))
+        return Index(0, tuple(terms))
+
+
+_B = var("b")
+
+
+def _stores(tiling: Tiling, width: int, depth: int) -> tuple[Access, ...]:
+    return tuple(
+        at(2, _B, tiling.row(r), tiling.col(c), width=width, axis=2, write=True, depth=depth)
+        for r in range(tiling.mr)
+        for c in range(0, tiling.nr, width)
+    )
+
+
+def outer_nest(
+    tiling: Tiling, positions: tuple[int, int], k: int, vector_k: tuple[int, int], y_piece: int, z_piece: int
+) -> Nest:
+    """Per step of k: a row of Y in pieces and ``mr`` values of X.
+
+    Args:
+        tiling: the cut.
+        positions: operands that play X and Y.
+        k: extent.
+        vector_k: (steps done with vector loads of X along k, width of those loads); width 1: all steps are alike.
+        y_piece: width of Y's loads.
+        z_piece: width of Z's stores.
+    """
+    (x, y), (main, xv) = positions, vector_k
+    walk, flops = tiling.walk(), 2 * tiling.mr * tiling.nr
+    phases = []
+    if xv == 1:
+        main = 0
+    for start, steps, width in ((0, main // xv, xv), (main, k - main, 1)):
+        if steps:
+            loop = Loop("k", steps)
+            xs = [at(x, _B, tiling.row(r), var("k", width) + start, width=width, axis=2) for r in range(tiling.mr)]
+            ys = [
+                at(y, _B, var("k", width) + (start + i), tiling.col(c), width=y_piece, axis=2)
+                for i in range(width)
+                for c in range(0, tiling.nr, y_piece)
+            ]
+            accesses = tuple(xs + ys if width > 1 else ys + xs)
+            phases.append(Phase((*walk, loop), accesses, flops * width))
+    return _with_stores(tiling, phases, _stores(tiling, z_piece, len(walk)))
+
+
+def dot_nest(tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int, int]) -> Nest:
+    """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X, Y, Z); then the rest of k."""
+    (x, y), (xu, yu, zu) = positions, pieces
+    walk, main = tiling.walk(), k // v * v
+    phases = []
+    for start, steps, step, xw, yw in ((0, k // v, v, xu, yu), (main, k - main, 1, 1, 1)):
+        if not steps:
+            continue
+        ys = [
+            at(y, _B, var("k", step) + (start + i), tiling.col(c), width=yw, axis=1)
+            for c in range(tiling.nr)
+            for i in range(0, step, yw)
+        ]
+        xs = [
+            at(x, _B, tiling.row(r), var("k", step) + (start + i), width=xw, axis=2)
+            for r in range(tiling.mr)
+            for i in range(0, step, xw)
+        ]
+        phases.append(Phase((*walk, Loop("k", steps)), tuple(ys + xs), 2 * tiling.mr * tiling.nr * step))
+    return _with_stores(tiling, phases, _stores(tiling, zu, len(walk)))
+
+
+def any_nest(tiling: Tiling, positions: tuple[int, int], k: int) -> Nest:
+    """Scalars throughout."""
+    x, y = positions
+    ys = tuple(at(y, _B, var("k"), tiling.col(c)) for c in range(tiling.nr))
+    xs = tuple(at(x, _B, tiling.row(r), var("k")) for r in range(tiling.mr))
+    phase = Phase((Loop("k", k),), ys + xs, 2 * tiling.mr * tiling.nr)
+    return _with_stores(tiling, [phase], _stores(tiling, 1, 0))
+
+
+def _with_stores(tiling: Tiling, phases: list[Phase], stores: tuple[Access, ...]) -> Nest:
+    last = phases[-1]
+    phases[-1] = Phase(last.loops, last.accesses + stores, last.flops)
+    return Nest(tiling.grid(), tuple(phases))
