@@ -14,8 +14,8 @@ padding. Padding exists in memory, its content is undefined, and no kernel lets 
 Worked example. A 6×8 matrix in R-Tile(2, 4) keeps 2×4 blocks contiguous:
 
 >>> tiled = Layout.r_tile((6, 8), 2, 4)
->>> tiled.modes
-(Mode(axis=0, extent=3, stride=16, dim=0), Mode(axis=0, extent=2, stride=4, dim=0), Mode(axis=1, extent=2, stride=8, dim=0), Mode(axis=1, extent=4, stride=1, dim=0))
+>>> [(m.axis, m.extent, m.stride) for m in tiled.modes]
+[(0, 3, 16), (0, 2, 4), (1, 2, 8), (1, 4, 1)]
 >>> tiled.c_expr("i", "j")
 '((i>>1)*16+(i&1)*4+(j>>2)*8+(j&3))'
 
@@ -34,7 +34,7 @@ Equality is canonical: a one-row tile is row-major.
 True
 
 Source: FBLayout's R-Tile and tile-based index transformation; the algebra of strided modes follows CuTe's shape:stride
-pairs, restricted so that every view is decidable.
+pairs, restricted so that every view is decidable (docs/layouts.md explains the maths).
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from math import gcd, prod
 
 import numpy as np
 
+from layoutopt import radix
 from layoutopt.errors import LayoutError
 
 __all__ = ["LANES", "Layout", "Mode"]
@@ -67,15 +68,14 @@ def _canonical(shape: tuple[int, ...], modes: list[Mode]) -> tuple[Mode, ...]:
     """Sort by axis, drop digits that are always zero, merge neighbours that count as one digit."""
     out: list[Mode] = []
     for axis in range(len(shape)):
-        merged: list[Mode] = []
-        for mode in (m for m in modes if m.axis == axis and m.extent > 1):
-            last = merged[-1] if merged else None
-            if last and last.dim == mode.dim and last.stride == mode.extent * mode.stride:
-                merged[-1] = replace(mode, extent=last.extent * mode.extent)
-            else:
-                merged.append(mode)
-        out += merged
+        digits = radix.merge([(m.extent, m.stride, m.dim) for m in modes if m.axis == axis])
+        out += [Mode(axis, *digit) for digit in digits]
     return tuple(out)
+
+
+def _reach(modes: list[Mode] | tuple[Mode, ...], base: tuple[int, ...]) -> tuple[int, ...]:
+    """One past the last storage coordinate of the padded map, per storage dimension."""
+    return tuple(b + sum((m.extent - 1) * m.stride for m in modes if m.dim == d) + 1 for d, b in enumerate(base))
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,12 @@ class Layout:
             padded = prod(m.extent for m in modes if m.axis == axis)
             if padded < n:
                 raise LayoutError(f"axis {axis} of {shape} has extent {n} but its modes cover only {padded}")
+        if len(origin) != dims or any(b < 0 for b in origin):
+            raise LayoutError(
+                f"base {origin} of a layout with {dims} storage dimension(s): expected {dims} values >= 0"
+            )
         canonical = _canonical(tuple(shape), list(modes))
-        reach = tuple(
-            origin[d] + sum((m.extent - 1) * m.stride for m in canonical if m.dim == d) + 1 for d in range(dims)
-        )
+        reach = _reach(canonical, origin)
         allocated = tuple(size) if size is not None else reach
         if any(r > a for r, a in zip(reach, allocated, strict=True)):
             raise LayoutError(f"layout of {shape} reaches {reach} but only {allocated} is allocated")
@@ -146,9 +148,14 @@ class Layout:
         True
         """
         fixed = [1] * len(shape)
+        rests = [axis for dim in dims for axis, extent in dim if extent is None]
         for axis, extent in (digit for dim in dims for digit in dim):
+            if not 0 <= axis < len(shape) or (extent is not None and extent < 1) or rests.count(axis) > 1:
+                allowed = f"an axis in 0..{len(shape) - 1}, an extent >= 1 and at most one None an axis"
+                raise LayoutError(f"digit {(axis, extent)} over shape {shape}: expected {allowed}")
             fixed[axis] *= extent or 1
-        modes, sizes = [], []
+        modes: list[Mode] = []
+        sizes = []
         for d, digits in enumerate(dims):
             stride, placed = 1, []
             for axis, extent in reversed(digits):
@@ -160,9 +167,24 @@ class Layout:
         return Layout.build(shape, modes, tuple(sizes))
 
     @staticmethod
-    def row_major(shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> Layout:
-        """Dense layout with axes nested in ``order``, outermost first (the axes' own order by default)."""
-        return Layout.of(shape, [(axis, None) for axis in (order or range(len(shape)))])
+    def row_major(
+        shape: tuple[int, ...], order: tuple[int, ...] | None = None, pad: dict[int, int] | None = None
+    ) -> Layout:
+        """Dense layout with axes nested in ``order``, outermost first (the axes' own order by default).
+
+        Args:
+            shape: logical extents.
+            order: nesting of the axes.
+            pad: by axis, the multiple that its extent is rounded up to.
+
+        >>> Layout.row_major((6, 13), pad={1: 8}).padded_shape
+        (6, 16)
+        """
+        multiples = pad or {}
+        digits: list[tuple[int, int | None]] = []
+        for axis in order or range(len(shape)):
+            digits += [(axis, None), (axis, multiples[axis])] if axis in multiples else [(axis, None)]
+        return Layout.of(shape, digits)
 
     @staticmethod
     def tiled(
@@ -203,6 +225,9 @@ class Layout:
             axes: the (row, column) axes; the last two by default.
         """
         r, c = axes or (len(shape) - 2, len(shape) - 1)
+        if r == c or not {inner, outer} <= {"row", "col"}:
+            got = f"axes {(r, c)}, inner={inner!r}, outer={outer!r}"
+            raise LayoutError(f"r_tile of {shape}: expected two different axes and 'row' or 'col', got {got}")
         rest = [axis for axis in range(len(shape)) if axis not in (r, c)]
         outer_axes = (*rest, r, c) if outer == "row" else (*rest, c, r)
         return Layout.tiled(shape, {r: tr, c: tc}, outer_axes, (r, c) if inner == "row" else (c, r))
@@ -219,7 +244,7 @@ class Layout:
 
     @staticmethod
     def r_tile_image(shape: tuple[int, ...], tr: int, axes: tuple[int, int] | None = None) -> Layout:
-        """R-Tile on an image: a tile row of four is a texel, a tile's ``tr`` rows are neighbouring columns of texels."""
+        """R-Tile on an image: a tile row of four is a texel, its ``tr`` rows are neighbouring columns of texels."""
         r, c = axes or (len(shape) - 2, len(shape) - 1)
         rest: list[tuple[int, int | None]] = [(axis, None) for axis in range(len(shape)) if axis not in (r, c)]
         return Layout.image(shape, [*rest, (r, None)], [(c, None), (r, tr)], c)
@@ -245,6 +270,9 @@ class Layout:
         """The modes of one axis, outermost first (empty for an axis of one value)."""
         return tuple(m for m in self.modes if m.axis == axis)
 
+    def _digits(self, axis: int) -> list[radix.Digit]:
+        return [(m.extent, m.stride, m.dim) for m in self.axis_modes(axis)]
+
     def padded(self, axis: int) -> int:
         """The extent of an axis with its padding."""
         return max(prod(m.extent for m in self.axis_modes(axis)), 1)
@@ -266,13 +294,8 @@ class Layout:
         extents = self.padded_shape if padded else self.shape
         out = np.zeros((*extents, len(self.size)), dtype=np.int64) + np.asarray(self.base, dtype=np.int64)
         for axis, n in enumerate(extents):
-            index = np.arange(n, dtype=np.int64)
-            along = np.zeros((n, len(self.size)), dtype=np.int64)
-            inner = 1
-            for mode in reversed(self.axis_modes(axis)):
-                along[:, mode.dim] += (index // inner) % mode.extent * mode.stride
-                inner *= mode.extent
-            out += along.reshape((1,) * axis + (n,) + (1,) * (len(extents) - axis - 1) + (len(self.size),))
+            values = radix.along(self._digits(axis), n, len(self.size))
+            out += values.reshape((1,) * axis + (n,) + (1,) * (len(extents) - axis - 1) + (len(self.size),))
         return out if self.is_image else out[..., 0]
 
     def linear_offsets(self, padded: bool = False) -> np.ndarray:
@@ -293,8 +316,15 @@ class Layout:
                 reach += (mode.extent - 1) * mode.stride
         if nested:
             return True
+        if any(m.stride == 0 and self._weight(m) < self.shape[m.axis] for m in self.modes):
+            return False
         offsets = self.linear_offsets()
         return np.unique(offsets).size == offsets.size
+
+    def _weight(self, mode: Mode) -> int:
+        """The coordinate at which a mode first counts: the product of the extents inside it."""
+        own = self.axis_modes(mode.axis)
+        return prod(m.extent for m in own[own.index(mode) + 1 :])
 
     def is_compact(self) -> bool:
         """Whether the padded domain fills a buffer exactly, so that walking storage visits each element once."""
@@ -333,16 +363,19 @@ class Layout:
         return run % width == 0 if (len(modes) > 1 or self.is_image) else True
 
     def alignment(self, axis: int) -> int:
-        """Largest power of two (at most 16) that divides the storage offset of every run start along ``axis``."""
-        value = self.base[-1] if self.base[-1] else 16
-        modes = list(self.modes)
+        """Largest power of two (at most 16) that divides the storage offset of every run start along ``axis``.
+
+        Offsets are those of ``linear_offsets``. With ``vectorizes(axis, w)`` and w dividing the alignment, every vector
+        of w from a multiple of w is aligned. In an image only the lane counts: whole texels are always aligned.
+        """
+        value = gcd(16, self.base[-1], LANES if self.is_image else 0)
         own = self.axis_modes(axis)
-        if own and own[-1].stride == 1:
-            modes.remove(own[-1])
-        for mode in modes:
-            value = gcd(value, mode.stride) if mode.stride else value
-        value = gcd(value, 16)
-        return max(value, 1)
+        last_dim = len(self.size) - 1
+        for mode in self.modes:
+            within_run = own and mode == own[-1] and mode.stride == 1
+            if mode.dim == last_dim and not within_run:
+                value = gcd(value, mode.stride)
+        return value
 
     # ---- views: the same storage under new logical axes -----------------------------------------------------------
 
@@ -373,14 +406,15 @@ class Layout:
             raise LayoutError(f"slice {start}:{stop}:{step} of axis {axis} does not fit shape {self.shape}")
         if start == 0 and stop == self.shape[axis] and step == 1:
             return self
-        count = -(-(stop - start) // step)
-        kept = _cut([(m.extent, m.stride, m.dim) for m in self.axis_modes(axis)], start, count, step)
-        if kept is None:
+        values = radix.along(self._digits(axis), stop, len(self.size))[start:stop:step]
+        digits = radix.recover(values)
+        if digits is None:
             return None
-        digits, shift = kept
-        base = tuple(b + shift.get(d, 0) for d, b in enumerate(self.base))
+        base = tuple(b + int(shift) for b, shift in zip(self.base, values[0], strict=True))
         modes = [m for m in self.modes if m.axis != axis] + [Mode(axis, e, s, d) for e, s, d in digits]
-        shape = (*self.shape[:axis], count, *self.shape[axis + 1 :])
+        shape = (*self.shape[:axis], len(values), *self.shape[axis + 1 :])
+        if any(reach > size for reach, size in zip(_reach(modes, base), self.size, strict=True)):
+            return None  # the digits exist, but counting them to their end would leave the storage
         return Layout.build(shape, modes, self.size, base)
 
     def reshape(self, shape: tuple[int, ...]) -> Layout | None:
@@ -443,101 +477,40 @@ def _digit(name: str, inner: int, extent: int | None, scale: int) -> str:
     return text if scale == 1 else f"{text}*{scale}"
 
 
-_Digit = tuple[int, int, int]
-
-
-def _cut(digits: list[_Digit], start: int, count: int, step: int) -> tuple[list[_Digit], dict[int, int]] | None:
-    """Digits (extent, stride, dim) of ``start + step*x`` for x < count, and the shift per storage dimension."""
-    inner = prod(e for e, _, _ in digits)
-    shift: dict[int, int] = {}
-    position, last = start, start + step * (count - 1)
-    rest = list(digits)
-    # Outer digits that never change are a constant.
-    while rest:
-        extent, stride, dim = rest[0]
-        inner //= extent
-        if position // inner != last // inner:
-            inner *= extent
-            break
-        shift[dim] = shift.get(dim, 0) + position // inner * stride
-        position, last = position % inner, last % inner
-        rest.pop(0)
-    if not rest or count == 1:
-        return [], shift
-    split = _split(rest, step)
-    if split is None:
-        return None
-    outer, low = split
-    # The digits under the step must stay constant, the outermost digit alone may start above zero.
-    remainder, whole = position % step, position // step
-    weight = step
-    for extent, stride, dim in low:
-        weight //= extent
-        shift[dim] = shift.get(dim, 0) + remainder // weight * stride
-        remainder %= weight
-    under = prod(e for e, _, _ in outer[1:])
-    if whole % under:
-        return None
-    extent, stride, dim = outer[0]
-    first = whole // under
-    shift[dim] = shift.get(dim, 0) + first * stride
-    return [(min(extent - first, -(-count // under)), stride, dim), *outer[1:]], shift
-
-
-def _split(digits: list[_Digit], inner: int) -> tuple[list[_Digit], list[_Digit]] | None:
-    """Cut digits in two so that the inner part counts exactly ``inner`` values; None if a digit would be torn."""
-    low: list[_Digit] = []
-    rest, need = list(digits), inner
-    while need > 1:
-        if not rest:
-            return None
-        extent, stride, dim = rest.pop()
-        if need % extent == 0:
-            low.insert(0, (extent, stride, dim))
-            need //= extent
-        elif extent % need == 0:
-            low.insert(0, (need, stride, dim))
-            rest.append((extent // need, stride * need, dim))
-            need = 1
-        else:
-            return None
-    return rest, low
-
-
 @lru_cache(maxsize=65536)
 def _reshape(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    """Walk both shapes from the inside; merge, group by group, the old axes into one run of digits and cut it anew.
+
+    A group ends where its old and its new axes count the same number of values.
+    """
     if shape == layout.shape:
         return layout
-    # Each pending axis: logical extent, digits. Matched from the innermost axis outwards.
-    pending: list[tuple[int, list[_Digit]]] = [
-        (n, [(m.extent, m.stride, m.dim) for m in layout.axis_modes(a)]) for a, n in enumerate(layout.shape)
-    ]
-    out: list[list[_Digit]] = []
-    for target in reversed(shape):
-        digits: list[_Digit] = []
-        need = target
-        while need > 1:
-            while pending and pending[-1][0] == 1:
-                pending.pop()
-            extent, own = pending.pop()
-            if extent <= need:
-                if need % extent:
-                    return None
-                need //= extent
-                if need > 1 and prod(e for e, _, _ in own) != extent:
+    old = [axis for axis, n in enumerate(layout.shape) if n > 1]
+    new = [axis for axis, n in enumerate(shape) if n > 1]
+    modes: list[Mode] = []
+    while new:
+        digits: list[radix.Digit] = []
+        group: list[int] = []
+        had = wanted = 1
+        while not group or had != wanted:
+            if had <= wanted and old:
+                exact = radix.shrink(digits, had)
+                if exact is None:
                     return None  # padding would fall inside the merged axis
-                digits = own + digits
+                axis = old.pop()
+                digits = radix.merge(layout._digits(axis) + exact)
+                had *= layout.shape[axis]
             else:
-                if extent % need:
-                    return None
-                cut = _split(own, need)
-                if cut is None:
-                    return None
-                digits = cut[1] + digits
-                pending.append((extent // need, cut[0]))
-                need = 1
-        out.append(digits)
-    modes = [Mode(axis, e, s, d) for axis, digits in enumerate(reversed(out)) for e, s, d in digits]
+                group.append(new.pop())
+                wanted *= shape[group[-1]]
+        for axis in group[:-1]:
+            cut = radix.split(digits, shape[axis]) or radix.split(radix.shrink(digits, had) or [], shape[axis])
+            if cut is None:
+                return None  # a tile would be torn
+            had //= shape[axis]
+            digits = cut[0]
+            modes += [Mode(axis, *digit) for digit in cut[1]]
+        modes += [Mode(group[-1], *digit) for digit in digits]
     return Layout.build(shape, modes, layout.size, layout.base)
 
 

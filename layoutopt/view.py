@@ -139,7 +139,12 @@ def _step_shape(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
             raise GraphError(f"view permute {args} does not match shape {shape}")
         return tuple(shape[a] for a in args)
     if kind == "expand":
+        lead = len(args) - len(shape)
+        if lead < 0 or any(n not in (1, m) for n, m in zip(shape, args[lead:], strict=True)):
+            raise GraphError(f"view expand to {args} of shape {shape}: extents must match or be 1")
         return args
     axis, start, stop, stride = args
+    if not 0 <= axis < len(shape) or stride < 1 or not 0 <= start < stop <= shape[axis]:
+        raise GraphError(f"view slice {start}:{stop}:{stride} of axis {axis} does not fit shape {shape}")
     return (*shape[:axis], -(-(stop - start) // stride), *shape[axis + 1 :])
 

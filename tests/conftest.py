@@ -1,7 +1,7 @@
 """The three tiers (host, device, peer), the OpenCL devices found, and the shared data.
 
-A test that names the fixture ``device_index`` runs once per OpenCL device and belongs to the device tier. The tier fails,
-rather than skips, where there is no device: a run that measured nothing must not look like one that passed.
+A test that names the fixture ``device_index`` runs once per OpenCL device and belongs to the device tier. The tier
+fails, rather than skips, where there is no device: a run that measured nothing must not look like one that passed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ settings.register_profile(
     max_examples=60,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("long", settings.get_profile("layoutopt"), derandomize=False, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "layoutopt"))
 
 
