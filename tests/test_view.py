@@ -107,7 +107,7 @@ def test_heads_are_split_merged_and_split_again_without_moving() -> None:
     stored = Layout.row_major((39, 60))
     seen = heads.layout(stored)
     assert seen is not None  # batch and head have the tokens between them: one axis of two digits
-    assert seen.c_expr("b", "s", "d") == "((b/4)*780+(b&3)*15+s*60+d)"
+    assert seen.c_expr("b", "s", "d") == "((b>>2)*780+(b&3)*15+s*60+d)"
     assert heads.inverse((39, 60)).layout(seen) == stored
     assert heads.layout(Layout.r_tile((39, 60), 4, 4)) is None  # heads of 15 tear tiles of 4
     assert heads.layout(Layout.r_tile((39, 60), 13, 5)) is not None
