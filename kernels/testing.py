@@ -13,8 +13,7 @@ from statistics import median
 import numpy as np
 import pyopencl as cl
 
-from kernels.pocl import name_generic_cpu
-from kernels.runtime import BUILD_OPTIONS
+from kernels.runtime import BUILD_OPTIONS, DeviceInfo, devices
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel
 from layoutopt.errors import DeviceError
@@ -29,31 +28,25 @@ _GUARD_ELEMS = 64
 
 def opencl_devices() -> list[cl.Device]:
     """Every OpenCL device found, over all platforms."""
-    return [device for platform in cl.get_platforms() for device in platform.get_devices()]
+    return [info.handle for info in devices()]
+
+
+def _info(device: cl.Device) -> DeviceInfo:
+    return next(info for info in devices() if info.handle == device)
 
 
 def device_label(device: cl.Device) -> str:
     """A short unique name for test ids and tables: device name and driver version."""
-    return f"{device.name}/{device.driver_version}"
+    return _info(device).short
 
 
 def limits_of(device: cl.Device) -> DeviceLimits:
     """The limits by which variants are enumerated."""
-    return DeviceLimits(
-        kind="cpu" if device.type & cl.device_type.CPU else "gpu",
-        compute_units=device.max_compute_units,
-        max_work_group_size=device.max_work_group_size,
-        local_mem_bytes=device.local_mem_size,
-        global_mem_bytes=device.global_mem_size,
-        max_alloc_bytes=device.max_mem_alloc_size,
-        base_align_bytes=device.mem_base_addr_align // 8,
-        simd_width=max(device.native_vector_width_float, 1) if device.type & cl.device_type.CPU else 32,
-    )
+    return _info(device).limits
 
 
 @lru_cache(maxsize=16)
 def _context(device: cl.Device) -> cl.Context:
-    name_generic_cpu(device.int_ptr, device.platform.version)
     return cl.Context([device])
 
 
