@@ -206,7 +206,7 @@ def _spread(
                     own.append((a, abs(t.coef), min(count, t.mod) if t.mod else count))
         per_loop.append(own)
         random.append(jumps)
-    lines = []
+    lines: list[float] = []
     pieces: dict[int, list[tuple[int, int]]] = {axis: [(1, width)]} if width > 1 else {}
     jumped: list[tuple[int, int]] = []
     for k in range(len(loops), -1, -1):
@@ -279,10 +279,10 @@ def _launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> tuple[li
                 c["request_lines"] += runs * spread.lines[-1]
         phases.append((extents, seen))
     for name, size in zip(("near_bytes", "middle_bytes", "memory_bytes"), machine.sizes_bytes, strict=True):
-        total, strided = _misses([extent for _, extent in grid], phases, size / line)
+        total, jumping = _misses([extent for _, extent in grid], phases, size / line)
         c[name] = total * line
         if name == "middle_bytes":
-            c["strided_middle_bytes"] = strided * line
+            c["strided_middle_bytes"] = jumping * line
     c["unique_bytes"] = line * sum(_union((s, 0) for _, accesses in phases for s in accesses).values())
     c["groups"], c["items"] = groups, groups * items
     out = [value / share for value in c.values()]

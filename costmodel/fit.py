@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 from scipy.optimize import nnls
@@ -48,18 +50,27 @@ def samples_of(measurements: Iterable[Measurement], held_out: bool | None = None
     ]
 
 
+SHAPED = frozenset(("t", "s", "chunk", "groups", "rows"))
+"""Parameters that follow from an op's shape: variants that differ only in them are one for the fit."""
+
+
+@lru_cache(maxsize=1 << 14)
 def levels(label: str) -> tuple[str, str, str]:
-    """From fine to coarse: ``contraction.outer(v=16)``, ``contraction.outer``, ``contraction``."""
-    name = label.split("(", 1)[0]
-    return label, name, name.split(".", 1)[0]
+    """From fine to coarse: ``contraction.outer(mr=8,v=16)``, ``contraction.outer``, ``contraction``."""
+    name, _, rest = label.partition("(")
+    kept = [p for p in rest.rstrip(")").split(",") if p.partition("=")[0] not in SHAPED]
+    return f"{name}({','.join(kept)})", name, name.partition(".")[0]
 
 
-def fit(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, FamilyFit]:
+def fit(
+    samples: Sequence[Sample], names: Sequence[str], finest: Literal["label", "name"] = "label"
+) -> dict[str, FamilyFit]:
     """Constants of "all", each family, each variant name and each label with enough samples.
 
     Args:
         samples: what was measured.
         names: feature names, in the samples' order.
+        finest: where to stop; "name" is quicker.
 
     Returns:
         By level; empty where there are no samples.
@@ -72,7 +83,7 @@ def fit(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, FamilyFit]
     everything = _solve(x, y, None)
     found: dict[str, np.ndarray] = {"all": everything}
     out = {"all": _record(everything, x, y, names)}
-    for depth in (2, 1, 0):
+    for depth in (2, 1, 0) if finest == "label" else (2, 1):
         groups: dict[str, list[int]] = {}
         for i, sample in enumerate(ordered):
             groups.setdefault(levels(sample.label)[depth], []).append(i)

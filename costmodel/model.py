@@ -7,6 +7,8 @@ each: events do not see the time between kernels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from costmodel.cost import Cost
 from costmodel.device import DeviceModel
 from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, features
@@ -29,7 +31,7 @@ class CostModel:
         model: calibrated, or made of facts.
 
     Raises:
-        DeviceError: an uncalibrated model lacks ``flops_per_s``, ``memory_bytes_per_s`` or ``launch_s``.
+        DeviceError: the model lacks ``flops_per_s``, ``memory_bytes_per_s`` or ``launch_s``.
     """
 
     def __init__(self, model: DeviceModel) -> None:
@@ -40,12 +42,11 @@ class CostModel:
         self.machine = Machine.of(model.limits, model.caches)
         self._launch_ns = model.number("launch_s") * 1e9
         self._measured = {(m.variant, m.spec) for m in model.measurements.values()}
-        if not model.constants:
-            units = self.machine.compute_units
-            self._ns_per_flop = units * 1e9 / model.number("flops_per_s")
-            self._ns_per_memory_byte = units * 1e9 / model.number("memory_bytes_per_s")
-            near = "cache_bytes_per_s" if "cache_bytes_per_s" in model.facts else "memory_bytes_per_s"
-            self._ns_per_near_byte = units * 1e9 / model.number(near)
+        units = self.machine.compute_units  # features are per compute unit, rates of the whole device
+        self._ns_per_flop = units * 1e9 / model.number("flops_per_s")
+        self._ns_per_memory_byte = units * 1e9 / model.number("memory_bytes_per_s")
+        near = "cache_bytes_per_s" if "cache_bytes_per_s" in model.facts else "memory_bytes_per_s"
+        self._ns_per_near_byte = units * 1e9 / model.number(near)
 
     def predict(self, kernel: Kernel) -> Cost:
         """The cost of one kernel (all its launches)."""
@@ -70,6 +71,15 @@ class CostModel:
         constants = self.model.constants
         return next((k for k in (*levels(kernel.variant.label), "all") if k in constants), "roofline")
 
+    def roofline_ns(self, values: Sequence[float]) -> float:
+        """Nanoseconds, launches left out, that the device's facts alone give for these features."""
+        return max(self._roofline(values))
+
+    def _roofline(self, values: Sequence[float]) -> tuple[float, float]:
+        by = dict(zip(FEATURES, values, strict=True))
+        near = by["request_lines"] * self.machine.line_bytes * self._ns_per_near_byte
+        return by["flops"] * self._ns_per_flop, max(by["memory_bytes"] * self._ns_per_memory_byte, near)
+
     def _items(self, kernel: Kernel) -> tuple[float, float, float]:
         values = features(kernel, self.machine)
         if self.model.constants:
@@ -77,7 +87,4 @@ class CostModel:
             compute = sum(parts.get(n, 0.0) for n in COMPUTE)
             launch = sum(parts.get(n, 0.0) for n in LAUNCH)
             return compute, sum(parts.values()) - compute - launch, launch
-        by = dict(zip(FEATURES, values, strict=True))
-        near = by["request_lines"] * self.machine.line_bytes * self._ns_per_near_byte
-        memory = max(by["memory_bytes"] * self._ns_per_memory_byte, near)
-        return by["flops"] * self._ns_per_flop, memory, 0.0
+        return (*self._roofline(values), 0.0)

@@ -1,0 +1,181 @@
+"""Timing kernels on the device by events, over real data, cold as they are in a step.
+
+Operands lie at changing places of large arenas, so that a kernel does not find its own data in a near cache because the
+same kernel ran before. What is only read is never written: random numbers between 0.5 and 1.5, never zeros, never small
+enough to be denormal. What is written is filled with such numbers again before every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kernels.source import program_source
+from kernels.spec import Kernel, OpSpec
+from layoutopt.errors import DeviceError
+
+if TYPE_CHECKING:
+    from kernels.runtime import Runtime
+
+__all__ = ["Bench", "Prepared", "id_limit"]
+
+ARENA_BYTES = 96 << 20
+_IDS = {"gather": (0, 0), "nll_loss": (0, 1), "cross_entropy": (0, 1), "cross_entropy_grad": (1, 1)}
+"""(operand, axis) whose extent bounds the ids of these kinds."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A kernel with its arguments set: (driver's kernel, global size, local size) per launch.
+
+    ``buffers`` are held because a driver's kernel does not keep its arguments alive.
+    """
+
+    kernel: Kernel
+    calls: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...]
+    buffers: tuple[Any, ...]
+
+
+def id_limit(spec: OpSpec) -> int:
+    """Ids of an integer operand lie in ``[0, id_limit)``: rows of a gather's table, classes of a loss."""
+    if spec.kind in ("scatter_add", "nll_loss_grad"):
+        shape, axis = spec.shapes[spec.inputs], 0 if spec.kind == "scatter_add" else 1
+        return shape[axis]
+    if spec.kind in _IDS:
+        operand, axis = _IDS[spec.kind]
+        return spec.shapes[operand][axis]
+    return 2
+
+
+class _Arena:
+    """A large buffer from which regions are taken round and round."""
+
+    def __init__(self, runtime: Runtime, size_bytes: int, seed: int) -> None:
+        self.size_bytes = size_bytes
+        self.align_bytes = max(runtime.limits.base_align_bytes, 4096)
+        self.buffer = runtime.allocate(size_bytes)
+        self.next_bytes = 0
+        self.random = np.random.default_rng(seed).uniform(0.5, 1.5, 1 << 20).astype(np.float32).tobytes()
+        self.refill(runtime)
+
+    def refill(self, runtime: Runtime) -> None:
+        """Random numbers everywhere."""
+        whole = np.frombuffer(self.random * -(-self.size_bytes // len(self.random)), dtype=np.uint8)
+        runtime.upload(self.buffer, whole[: self.size_bytes])
+
+    def take(self, runtime: Runtime, size_bytes: int) -> Any:
+        """A region, at the beginning again where the rest is too short."""
+        if self.next_bytes + size_bytes > self.size_bytes:
+            self.next_bytes = 0
+        region = runtime.region(self.buffer, self.next_bytes, size_bytes)
+        self.next_bytes += -(-size_bytes // self.align_bytes) * self.align_bytes
+        return region
+
+
+class Bench:
+    """Prepares and times kernels on one device.
+
+    Args:
+        runtime: the device.
+        arena_bytes: size of the arenas; kernels that do not fit are refused.
+        seed: of the data.
+    """
+
+    def __init__(self, runtime: Runtime, arena_bytes: int = ARENA_BYTES, seed: int = 0) -> None:
+        limits = runtime.limits
+        size = max(min(arena_bytes, limits.max_alloc_bytes, limits.global_mem_bytes // 8), 1 << 20)
+        self.runtime = runtime
+        self._read = _Arena(runtime, size, seed)
+        self._write = _Arena(runtime, size, seed + 1)
+        self._ids: dict[tuple[int, int, str], Any] = {}
+        self._seed = seed
+
+    def fits(self, kernel: Kernel) -> bool:
+        """Whether the kernel's operands fit the arenas side by side."""
+        n = len(kernel.spec.shapes) + len(kernel.scratch)
+        return sum(self._bytes(kernel, p) + self._read.align_bytes for p in range(n)) <= self._read.size_bytes
+
+    def prepare(self, kernel: Kernel) -> Prepared:
+        """Build, bind and run once (a driver may compile at the first launch).
+
+        Raises:
+            DeviceError: the kernel does not fit the arenas or does not build.
+        """
+        if not self.fits(kernel):
+            raise DeviceError(
+                f"kernel {kernel.variant.label} needs more than the {self._read.size_bytes} bytes set aside for "
+                "measuring: it is predicted instead"
+            )
+        buffers = self._bind(kernel)
+        calls = []
+        for launch in kernel.launches:
+            call = self.runtime.kernel(program_source(kernel, launch), launch.entry, kernel.variant.label)
+            call.set_args(*(buffers[p] for _, p in launch.operands))
+            calls.append((call, launch.global_size, launch.local_size))
+        prepared = Prepared(kernel, tuple(calls), tuple(buffers))
+        self.run(prepared)
+        return prepared
+
+    def run(self, prepared: Prepared) -> int:
+        """Nanoseconds of all launches between their start and end events.
+
+        Raises:
+            DeviceError: the device refuses a launch.
+        """
+        try:
+            events = [self.runtime.launch_timed(*call) for call in prepared.calls]
+            for event in events:
+                event.wait()
+        except RuntimeError as error:  # pyopencl's errors derive from it
+            raise DeviceError(f"kernel {prepared.kernel.variant.label} was refused at launch: {error}") from error
+        return sum(event.profile.end - event.profile.start for event in events)
+
+    def rounds(
+        self, prepared: Sequence[Prepared], rounds: int, stop: Callable[[], bool] = lambda: False
+    ) -> list[list[int]]:
+        """Time all kernels once per round, round after round, until ``rounds`` or ``stop``; nanoseconds per kernel."""
+        times: list[list[int]] = [[] for _ in prepared]
+        for number in range(rounds):
+            if number and stop():
+                break
+            self._write.refill(self.runtime)
+            order = range(len(prepared)) if number % 2 == 0 else reversed(range(len(prepared)))
+            for i in order:
+                times[i].append(self.run(prepared[i]))
+        return times
+
+    # ---- operands -------------------------------------------------------------------------------------------------
+
+    def _bytes(self, kernel: Kernel, position: int) -> int:
+        item = 1 if kernel.operand_dtype(position) == "bool" else 4
+        return kernel.buffer_layout(position).size_elems * item
+
+    def _bind(self, kernel: Kernel) -> list[Any]:
+        spec = kernel.spec
+        output_of = {inp: out for out, inp in spec.inplace}
+        alias = {spec.inputs + out: inp for out, inp in spec.inplace}
+        buffers: list[Any] = []
+        for position in range(len(spec.shapes) + len(kernel.scratch)):
+            size_bytes = max(self._bytes(kernel, position), 4)
+            if position in alias:
+                buffers.append(buffers[alias[position]])
+            elif position >= spec.inputs or position in output_of:
+                buffers.append(self._write.take(self.runtime, size_bytes))
+            elif spec.dtypes[position] == "float32":
+                buffers.append(self._read.take(self.runtime, size_bytes))
+            else:
+                buffers.append(self._integers(spec.dtypes[position], id_limit(spec), size_bytes))
+        return buffers
+
+    def _integers(self, dtype: str, limit: int, size_bytes: int) -> Any:
+        key = (limit if dtype == "int32" else 2, 1 << (size_bytes - 1).bit_length(), dtype)
+        if key not in self._ids:
+            rng = np.random.default_rng([self._seed, *key[:2]])
+            kind, item = (np.int32, 4) if dtype == "int32" else (np.uint8, 1)
+            values = rng.integers(0, max(key[0], 1), max(key[1] // item, 1)).astype(kind)
+            self._ids[key] = self.runtime.allocate(max(key[1], values.nbytes))
+            self.runtime.upload(self._ids[key], values)
+        return self._ids[key]
