@@ -53,7 +53,10 @@ def _activation(shape: tuple[int, ...]) -> tuple[Digits, Digits]:
 
 
 def mnn_image(shape: tuple[int, ...]) -> Layout:
-    """Image of (n, c, h, w): column ``c/4·W + w``, row ``n·H + h``, lane ``c%4``; of a matrix: column ``col/4``, its row."""
+    """Image of (n, c, h, w): column ``c/4·W + w``, row ``n·H + h``, lane ``c%4``.
+
+    Of a matrix: column ``col/4``, row ``row``, lane ``col%4``.
+    """
     outer, last = _activation(shape)
     return Layout.image(shape, [(0, None), *outer], [(1, None), *last], 1)
 

@@ -7,15 +7,12 @@ fails, rather than skips, where there is no device: a run that measured nothing 
 from __future__ import annotations
 
 import os
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-NO_DEVICE = "no OpenCL device found: `pip install 'pyopencl[pocl]'` brings one for the CPU (make setup does)"
-
 settings.register_profile(
     "layoutopt",
     deadline=None,  # the machine may be busy
@@ -27,47 +24,48 @@ settings.register_profile("long", settings.get_profile("layoutopt"), derandomize
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "layoutopt"))
 
 
-@lru_cache(maxsize=1)
-def opencl_devices() -> tuple[str, ...]:
-    """``platform version | device`` of every OpenCL device, in the order of the runtime's device indices."""
-    try:
-        import pyopencl as cl
+def _device_ids() -> list[str]:
+    """``platform version | device`` of every OpenCL device, by device index."""
+    from kernels.runtime import devices
 
-        found = [(platform, device) for platform in cl.get_platforms() for device in platform.get_devices()]
-    except (ImportError, cl.Error):  # no package, no loader or no driver: no device
-        return ()
-    return tuple(f"{p.name} {_release(p.version)} | {d.name}" for p, d in found)
+    return [f"{d.platform} {_release(d.platform_version)} | {d.name}" for d in devices()]
 
 
 def _release(version: str) -> str:
-    """``3.1+debian`` of ``OpenCL 3.0 PoCL 3.1+debian  Linux, …``; the whole text of other platforms."""
+    """``3.1+debian`` of ``OpenCL 3.0 PoCL 3.1+debian Linux, …``; the whole text of other platforms."""
     words = version.split()
     return words[words.index("PoCL") + 1] if "PoCL" in words[:-1] else version
 
 
 def pytest_report_header() -> list[str]:
-    names = opencl_devices()
-    return [f"OpenCL device {i}: {name}" for i, name in enumerate(names)] or ["OpenCL devices: none"]
+    return [f"OpenCL device {i}: {name}" for i, name in enumerate(_device_ids())] or ["OpenCL devices: none"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device_index" in metafunc.fixturenames:
-        names = opencl_devices()
-        ids = [f"{i}: {name}" for i, name in enumerate(names)] or ["no device"]
+        ids = [f"{i}: {name}" for i, name in enumerate(_device_ids())] or ["no device"]
         metafunc.parametrize("device_index", range(len(ids)), ids=ids)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "device_index" in getattr(item, "fixturenames", ()):
+        if _wants_device(item):
             item.add_marker(pytest.mark.device)
         if not any(item.get_closest_marker(tier) for tier in ("device", "peer")):
             item.add_marker(pytest.mark.host)
 
 
+def _wants_device(item: pytest.Item) -> bool:
+    """Whether a test names ``device_index`` or is parametrised over the runtime's devices by a fixture of its own."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return "device_index" in params or any(type(value).__name__ == "DeviceInfo" for value in params.values())
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("device") and not opencl_devices():
-        pytest.fail(NO_DEVICE, pytrace=False)
+    if item.get_closest_marker("device") and not _device_ids():
+        from kernels.runtime import no_device_reason
+
+        pytest.fail(f"no OpenCL device: {no_device_reason()}", pytrace=False)
 
 
 @pytest.fixture(scope="session")
