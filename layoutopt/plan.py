@@ -1,16 +1,34 @@
 """The Plan: every layout, kernel variant, relayout and arena offset of one training step, as a JSON file.
 
 A plan is bound to one graph and one device model by their hashes. ``validate`` recomputes feasibility and the predicted
-cost from scratch and is called before a plan leaves the solver and whenever one is loaded.
+cost from scratch and is called before a plan leaves the solver and whenever one is loaded: ``plancheck.check_plan`` is
+its half that needs no kernels, ``planner.validate`` the whole.
 """
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import msgspec
 
+from layoutopt.errors import LayoutOptError
+from layoutopt.files import write_atomic
 from layoutopt.layout import Layout, Mode
 
-__all__ = ["ArenaSlot", "ItemCost", "LayoutDoc", "Plan", "PlannedOp", "PlannedRelayout", "SolverReport"]
+__all__ = [
+    "ArenaSlot",
+    "ItemCost",
+    "LayoutDoc",
+    "Plan",
+    "PlannedOp",
+    "PlannedRelayout",
+    "SolverReport",
+    "decode",
+    "encode",
+    "load",
+    "save",
+]
 
 PLAN_VERSION = 1
 
@@ -54,7 +72,10 @@ class PlannedOp(msgspec.Struct, frozen=True):
 
 
 class PlannedRelayout(msgspec.Struct, frozen=True):
-    """A conversion of ``storage`` from its primary layout to ``Plan.layouts[storage][target]`` just before op ``before``."""
+    """A conversion of ``storage`` from its primary layout to ``Plan.layouts[storage][target]``, just before op ``before``.
+
+    ``bytes_moved`` counts logical elements, read and written.
+    """
 
     storage: str
     target: int
@@ -111,3 +132,48 @@ class Plan(msgspec.Struct, frozen=True):
     arena_bytes: int
     arena: tuple[ArenaSlot, ...]
     solver: SolverReport
+
+
+class _Header(msgspec.Struct):
+    version: int
+
+
+def encode(plan: Plan) -> bytes:
+    """The file's bytes; equal plans give equal bytes."""
+    return msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n"
+
+
+def decode(data: bytes, where: str = "plan") -> Plan:
+    """The plan in ``data``; ``where`` names it in errors.
+
+    Raises:
+        LayoutOptError: not a plan, damaged, or of another version.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Header).version
+        if version == PLAN_VERSION:
+            return msgspec.json.decode(data, type=Plan)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LayoutOptError(f"{where} is no plan or is damaged ({error}): write one with `layoutopt plan`") from error
+    raise LayoutOptError(f"{where} has plan format {version}; this layoutopt reads {PLAN_VERSION}: plan the graph anew")
+
+
+def save(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the plan; nothing half-written stays behind.
+
+    Raises:
+        LayoutOptError: the directory does not exist or cannot be written.
+    """
+    write_atomic(path, encode(plan))
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file (``planner.validate`` says whether it serves a graph and a device).
+
+    Raises:
+        LayoutOptError: the file is missing, damaged or of another version.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise LayoutOptError(f"no plan at {file}: write one with `layoutopt plan GRAPH -o {file}`")
+    return decode(file.read_bytes(), str(file))

@@ -1,0 +1,163 @@
+"""Candidate layouts: the few layouts that each storage of a graph may be materialised in.
+
+A storage's candidates come from the operations that touch it. Every contraction proposes, in the shape it sees, the
+layouts that its kernels like: column and row panels, R-Tiles, the transposed order. A proposal is pulled back through
+the operand's view to the storage's own shape, and dropped where the view would tear a tile. Point-by-point operations
+(pointwise, softmax, normalisation and their gradients) pass proposals on between their full-size operands, so that a
+chain can keep one layout and the optimizer's state can follow its parameter. What is proposed most often is kept, up to
+a cap; row-major is always first. Integers, small tensors and vectors stay row-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from layoutopt.graph import Op, Operand, Storage, TrainingGraph
+from layoutopt.layout import Layout
+from layoutopt.view import View
+
+__all__ = ["Rules", "candidates", "fixed_storages", "proposals", "rules_for"]
+
+_POINT_BY_POINT = frozenset(
+    ("pointwise", "softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad")
+)
+_PASSED_ON = 0.5
+"""What a proposal is worth after one operation has passed it on, as a share of its worth before."""
+_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which layouts are worth proposing on a kind of device.
+
+    Attributes:
+        panels: widths of column and row panels: ``[c/w][r][w]`` and ``[r/w][c][w]``.
+        tiles: R-Tiles as (rows, columns), best first.
+        transposed: propose the last two axes swapped.
+        cap: candidates of a storage at most, row-major included.
+        max_growth: allocated over logical elements, beyond which padding is too much.
+        small_elems: storages below this are row-major only; below sixteen times this any padding is allowed.
+    """
+
+    panels: tuple[int, ...]
+    tiles: tuple[tuple[int, int], ...]
+    transposed: bool = True
+    cap: int = 8
+    max_growth: float = 1.5
+    small_elems: int = 256
+
+
+def rules_for(kind: str, simd_width: int) -> Rules:
+    """Rules for a "cpu" (panels of a vector) or a "gpu" (short vectors, many items)."""
+    if kind == "gpu":
+        return Rules((4,), ((4, 4), (8, 4), (32, 4)))
+    w = max(simd_width, 4)
+    return Rules((w,), ((w, w), (4, w), (w, 4), (8, 8), (4, 4)))
+
+
+def proposals(shape: tuple[int, ...], rules: Rules) -> tuple[Layout, ...]:
+    """Layouts of a matrix or a batch of matrices (the last two axes), best first, without row-major."""
+    if len(shape) < 2 or min(shape[-2:]) == 1:
+        return ()
+    r, c = len(shape) - 2, len(shape) - 1
+    batch = tuple(range(r))
+    out = []
+    for w in rules.panels:
+        out += [Layout.tiled(shape, {c: w}, (*batch, c, r)), Layout.tiled(shape, {r: w}, (*batch, r, c))]
+    if rules.transposed:
+        out.append(Layout.row_major(shape, (*batch, c, r)))
+    out += [Layout.r_tile(shape, tr, tc) for tr, tc in rules.tiles]
+    return tuple(x for x in dict.fromkeys(out) if x != Layout.row_major(shape))
+
+
+def fixed_storages(graph: TrainingGraph) -> frozenset[str]:
+    """Storages that the host reads or writes: inputs, constants and graph outputs. Their primary is row-major."""
+    names = {s.name for s in graph.storages.values() if s.role in ("input", "constant")}
+    return frozenset(names | {graph.storage_of[out] for out in graph.outputs})
+
+
+@lru_cache(maxsize=1 << 17)
+def seen_through(view: View, layout: Layout) -> Layout | None:
+    """``view.layout(layout)``, remembered: repeated blocks ask the same again and again."""
+    return view.layout(layout)
+
+
+def candidates(graph: TrainingGraph, rules: Rules) -> dict[str, tuple[Layout, ...]]:
+    """Candidate layouts of every storage, over the storage's shape, row-major first."""
+    storages = graph.storages
+    votes: dict[str, dict[Layout, float]] = {name: {} for name in storages}
+    flexible = {name for name, s in storages.items() if _is_flexible(s, rules)}
+    for op in graph.ops:
+        if op.kind != "contraction":
+            continue
+        for operand in op.operands:
+            name = graph.storage_of[operand.tensor]
+            if name in flexible:
+                for layout, worth in _pulled_back(graph, operand, storages[name], rules):
+                    votes[name][layout] = votes[name].get(layout, 0.0) + worth
+    for _ in range(_ROUNDS):
+        _pass_on(graph, votes, flexible, rules)
+    out = {}
+    for name, storage in storages.items():
+        ranked = sorted(votes[name].items(), key=lambda item: -item[1])
+        first = Layout.row_major(storage.shape)
+        out[name] = (first, *(layout for layout, _ in ranked if layout != first))[: rules.cap]
+    return out
+
+
+def _is_flexible(storage: Storage, rules: Rules) -> bool:
+    return storage.dtype == "float32" and len(storage.shape) > 1 and prod(storage.shape) >= rules.small_elems
+
+
+def _pulled_back(
+    graph: TrainingGraph, operand: Operand, storage: Storage, rules: Rules
+) -> Iterator[tuple[Layout, float]]:
+    """What a contraction proposes for a storage, with its worth: the earlier in the rules, the more."""
+    bijective = operand.view.is_bijective
+    shape = graph.operand_shape(operand) if bijective else storage.shape
+    ranked = proposals(shape, rules)
+    back = operand.view.inverse(storage.shape) if bijective else View()
+    for rank, proposal in enumerate(ranked):
+        layout = seen_through(back, proposal)
+        if layout is not None and _affordable(layout, rules):
+            yield layout, 1.0 - rank / (len(ranked) + 1)
+
+
+def _affordable(layout: Layout, rules: Rules) -> bool:
+    elems = prod(layout.shape)
+    return elems < 16 * rules.small_elems or layout.size_elems <= rules.max_growth * elems
+
+
+def _pass_on(graph: TrainingGraph, votes: dict[str, dict[Layout, float]], flexible: set[str], rules: Rules) -> None:
+    """One hop: each point-by-point operation offers what its full operands have to the others."""
+    before = {name: dict(own) for name, own in votes.items()}
+    for op in graph.ops:
+        full = _full_operands(graph, op, flexible) if op.kind in _POINT_BY_POINT else []
+        if len({graph.storage_of[o.tensor] for o in full}) < 2:
+            continue
+        offers: dict[Layout, tuple[float, str]] = {}
+        for operand in full:
+            name = graph.storage_of[operand.tensor]
+            for layout, worth in before[name].items():
+                seen = seen_through(operand.view, layout)
+                if seen is not None and worth > offers.get(seen, (0.0, ""))[0]:
+                    offers[seen] = worth, name
+        for operand in full:
+            name = graph.storage_of[operand.tensor]
+            back = operand.view.inverse(graph.storages[name].shape)
+            for seen, (worth, source) in offers.items():
+                own = seen_through(back, seen) if source != name else None
+                if own is not None and _affordable(own, rules):
+                    votes[name][own] = votes[name].get(own, 0.0) + _PASSED_ON * worth
+
+
+def _full_operands(graph: TrainingGraph, op: Op, flexible: set[str]) -> list[Operand]:
+    domain = graph.operand_shape(op.outputs[0])
+    return [
+        o
+        for o in op.operands
+        if o.view.is_bijective and graph.operand_shape(o) == domain and graph.storage_of[o.tensor] in flexible
+    ]

@@ -1,0 +1,416 @@
+"""Planning, whole: candidates, prices, a strategy, the arena, and the judge's word before a Plan leaves.
+
+Part of the face: it joins ``kernels`` and ``costmodel`` to the core, and imports them lazily.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from layoutopt import strategies
+from layoutopt.candidates import candidates, rules_for
+from layoutopt.check import check
+from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.graph import TrainingGraph
+from layoutopt.layout import Layout
+from layoutopt.memory import Arena, Buffer, enforce_budget, pack
+from layoutopt.plan import (
+    PLAN_VERSION,
+    ArenaSlot,
+    ItemCost,
+    LayoutDoc,
+    Plan,
+    PlannedOp,
+    PlannedRelayout,
+    SolverReport,
+)
+from layoutopt.plancheck import check_graph, check_plan
+from layoutopt.pricing import Progress, Tables, build_problem, price_ns
+from layoutopt.problem import Assignment, Problem
+from layoutopt.solve import solve
+
+if TYPE_CHECKING:
+    from costmodel.cost import Cost, Costs
+    from kernels.spec import DeviceLimits, Kernel
+
+__all__ = ["STRATEGY_NAMES", "assemble", "assign", "plan", "tabulate", "validate"]
+
+STRATEGY_NAMES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
+"""What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
+
+_REDUCTIONS = frozenset(("contraction",))
+
+
+def tabulate(
+    graph: TrainingGraph,
+    costs: Costs,
+    layouts: Mapping[str, tuple[Layout, ...]] | None = None,
+    progress: Progress | None = None,
+) -> Tables:
+    """The priced problem of a graph, to be planned by several strategies.
+
+    Args:
+        graph: views folded.
+        costs: of a device.
+        layouts: candidates per storage; by the device's kind when left out.
+        progress: told how far pricing is.
+
+    Raises:
+        GraphError, InfeasibleError: as ``pricing.build_problem``.
+    """
+    if layouts is None:
+        layouts = candidates(graph, rules_for(costs.limits.kind, costs.limits.simd_width))
+    return build_problem(graph, costs, layouts, progress)
+
+
+def plan(
+    graph: TrainingGraph,
+    costs: Costs,
+    strategy: str = "ilp",
+    memory_bytes: int | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+    *,
+    tables: Tables | None = None,
+    keep: Iterable[str] = (),
+) -> Plan:
+    """Choose every layout and kernel of a step, place it in memory, and validate the result.
+
+    Args:
+        graph: views folded.
+        costs: of the device the plan is for.
+        strategy: one of ``STRATEGY_NAMES``, or ``random:SEED``.
+        memory_bytes: the most the arena may take; None for the device's own limit only.
+        time_limit_s: for the exact solver.
+        progress: told what is going on.
+        tables: from ``tabulate``, to plan one graph by several strategies without pricing it again.
+        keep: further tensors that must stay readable after a step.
+
+    Raises:
+        InfeasibleError: no assignment, or it does not fit ``memory_bytes``.
+        DeviceError: the arena does not fit the device.
+        LayoutOptError: the strategy is not known.
+    """
+    if tables is None:
+        tables = tabulate(graph, costs, progress=progress)
+    check_strategy(strategy)
+    if progress:
+        progress(f"solving ({strategy})", 0, 1)
+    assignment = assign(tables, strategy, time_limit_s)
+    if progress:
+        progress(f"solving ({strategy})", 1, 1)
+    out = assemble(tables, costs, assignment, strategy, memory_bytes, keep)
+    validate(out, graph, costs)
+    return out
+
+
+def check_strategy(strategy: str) -> None:
+    """Whether there is such a strategy.
+
+    Raises:
+        LayoutOptError: there is none; the message lists them.
+    """
+    if strategy not in STRATEGY_NAMES and not _seed(strategy):
+        raise LayoutOptError(
+            f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGY_NAMES)} (or random:SEED for tests)"
+        )
+
+
+def _seed(strategy: str) -> list[int]:
+    kind, _, seed = strategy.partition(":")
+    return [int(seed)] if kind == "random" and seed.isdecimal() else []
+
+
+def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignment:
+    """The assignment that a strategy finds, checked.
+
+    Raises:
+        InfeasibleError: none.
+    """
+    problem = tables.problem
+    if strategy == "ilp":
+        starts = list(_starts(tables))
+        found = solve(problem, time_limit_s, starts)
+    elif strategy == "activation":
+        found = strategies.activation(problem, _reductions_fed(tables))
+    elif strategy == "rtile":
+        found = strategies.prefer(problem, _tiled(problem), "rtile")
+    elif _seed(strategy):
+        found = strategies.random(problem, _seed(strategy)[0])
+    else:
+        found = strategies.STRATEGIES[strategy](problem)
+    check(problem, found)
+    return found
+
+
+def _starts(tables: Tables) -> Iterable[Assignment]:
+    """What the exact solver starts from; a strategy that meets a dead end gives nothing."""
+    from layoutopt.errors import InfeasibleError
+
+    for name in ("activation", "greedy", "ideal", "rowmajor"):
+        try:
+            yield assign(tables, name)
+        except InfeasibleError:
+            continue
+
+
+def _reductions_fed(tables: Tables) -> list[int]:
+    """Per storage, the contractions that read it, for activations; 0 for parameters, gradients and the rest."""
+    graph = tables.graph
+    out = [0] * len(tables.names)
+    for op in graph.ops:
+        if op.kind in _REDUCTIONS:
+            for operand in op.inputs:
+                storage = graph.storages[graph.storage_of[operand.tensor]]
+                if storage.role == "activation":
+                    out[tables.index[storage.name]] += 1
+    return out
+
+
+def _tiled(problem: Problem) -> list[int]:
+    """Per storage, its first R-Tile: a candidate with two axes cut; row-major where there is none."""
+    return [next((i for i, x in enumerate(node.candidates) if _is_tiled(x)), 0) for node in problem.storages]
+
+
+def _is_tiled(layout: Layout) -> bool:
+    cut = [axis for axis in range(layout.rank) if len(layout.axis_modes(axis)) > 1]
+    inner = {m.axis for m in sorted(layout.modes, key=lambda m: m.stride)[:2]}
+    return len(cut) > 1 and len(inner) > 1
+
+
+# ---- from an assignment to a plan -----------------------------------------------------------------------------------
+
+
+def assemble(
+    tables: Tables,
+    costs: Costs,
+    assignment: Assignment,
+    strategy: str,
+    memory_bytes: int | None = None,
+    keep: Iterable[str] = (),
+) -> Plan:
+    """A plan from an assignment: relayouts just before their first reader, and every buffer in the arena.
+
+    Raises:
+        InfeasibleError: the arena does not fit ``memory_bytes``.
+    """
+    graph, problem = tables.graph, tables.problem
+    layouts = {
+        name: tuple(
+            LayoutDoc.of(problem.storages[s].candidates[c]) for c in (assignment.primary[s], *assignment.copies[s])
+        )
+        for s, name in enumerate(tables.names)
+    }
+    builder = _Builder(tables, assignment)
+    for o in range(len(graph.ops)):
+        builder.add(o)
+    arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
+    enforce_budget(arena, memory_bytes, builder.step_names())
+    objective = assignment.cost_ns
+    bound = assignment.bound_ns
+    return Plan(
+        PLAN_VERSION,
+        graph.name,
+        graph.hash,
+        costs.name,
+        costs.hash,
+        layouts,
+        tuple(builder.ops),
+        tuple(builder.relayouts),
+        tuple(builder.steps),
+        arena.size_bytes,
+        _slots(arena),
+        SolverReport(
+            strategy,
+            assignment.method,
+            assignment.status,
+            objective,
+            bound,
+            (objective - bound) / objective if bound and objective else 1.0,
+            assignment.seconds,
+            len(problem.storages),
+            sum(len(node.candidates) for node in problem.storages),
+            sum(len(op.choices) for op in problem.ops),
+        ),
+    )
+
+
+def _slots(arena: Arena) -> tuple[ArenaSlot, ...]:
+    return tuple(
+        ArenaSlot(p.buffer.name, p.offset_bytes, p.buffer.size_bytes, p.buffer.first, p.buffer.last)
+        for p in arena.placed
+    )
+
+
+def _item_cost(cost: Cost) -> ItemCost:
+    parts = (round(cost.compute_ns), round(cost.memory_ns), round(cost.launch_ns))
+    return ItemCost(price_ns(cost), *parts, cost.measured)
+
+
+class _Builder:
+    """Steps, and when each buffer is alive, as ops are added in order."""
+
+    def __init__(self, tables: Tables, assignment: Assignment) -> None:
+        self.tables, self.assignment = tables, assignment
+        self.ops: list[PlannedOp] = []
+        self.relayouts: list[PlannedRelayout] = []
+        self.steps: list[tuple[str, int]] = []
+        self.alive: dict[str, list[int]] = {}
+        self.sizes: dict[str, int] = {}
+        self._made: set[tuple[int, int]] = set()
+
+    def add(self, o: int) -> None:
+        """Op ``o``, after the relayouts that it is the first to need."""
+        from kernels.spec import op_spec
+
+        tables = self.tables
+        op, node = tables.graph.ops[o], tables.problem.ops[o]
+        choice = node.choices[self.assignment.choice[o]]
+        positions = []
+        for s, candidate in zip(node.operands, choice.layouts, strict=True):
+            placed = (self.assignment.primary[s], *self.assignment.copies[s])
+            positions.append(placed.index(candidate))
+            if positions[-1] and (s, candidate) not in self._made:
+                self._relayout(s, candidate, positions[-1], op.name)
+        stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
+        seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
+        found = tables.pricer.best(op_spec(tables.graph, op), tuple(x for x in seen if x is not None))
+        assert found is not None, "a choice comes from a kernel"
+        kernel, cost = found
+        self.steps.append(("op", len(self.ops)))
+        self.ops.append(PlannedOp(op.name, kernel.variant.label, tuple(positions), _item_cost(cost)))
+        for s, position in zip(node.operands, positions, strict=True):
+            self._touch(s, position)
+        self._scratch(op.name, kernel)
+
+    def _relayout(self, s: int, candidate: int, position: int, before: str) -> None:
+        tables = self.tables
+        node = tables.problem.storages[s]
+        storage = tables.graph.storages[node.name]
+        pair = (node.candidates[self.assignment.primary[s]], node.candidates[candidate])
+        found = tables.pricer.relayout(storage.shape, storage.dtype, *pair)
+        assert found is not None, "a copy comes from a kernel"
+        kernel, cost = found
+        elems = tables.graph.tensors[node.name].size_elems * tables.graph.tensors[node.name].item_bytes
+        self._made.add((s, candidate))
+        self.steps.append(("relayout", len(self.relayouts)))
+        self.relayouts.append(
+            PlannedRelayout(node.name, position, before, kernel.variant.label, _item_cost(cost), 2 * elems)
+        )
+        self._touch(s, 0)
+        self._touch(s, position)
+        self._scratch(f"relayout:{node.name}#{position}", kernel)
+
+    def _touch(self, s: int, position: int) -> None:
+        node = self.tables.problem.storages[s]
+        candidate = (self.assignment.primary[s], *self.assignment.copies[s])[position]
+        self._alive(f"{node.name}#{position}", node.sizes_bytes[candidate])
+
+    def _scratch(self, label: str, kernel: Kernel) -> None:
+        for i, workspace in enumerate(kernel.scratch):
+            item_bytes = 1 if workspace.dtype == "bool" else 4
+            self._alive(f"scratch:{label}:{i}", workspace.layout.size_elems * item_bytes)
+
+    def _alive(self, name: str, size_bytes: int) -> None:
+        step = len(self.steps) - 1
+        self.sizes[name] = max(size_bytes, self.sizes.get(name, 0))
+        self.alive.setdefault(name, [step, step])[1] = step
+
+    def buffers(self, keep: Iterable[str] = ()) -> list[Buffer]:
+        """All buffers with their lifetimes; what lives across steps, comes from the host or is kept is stretched."""
+        graph, problem = self.tables.graph, self.tables.problem
+        last = max(len(self.steps) - 1, 0)
+        kept = {graph.storage_of[name] for name in (*graph.outputs, *keep)}
+        for s, node in enumerate(problem.storages):
+            name = f"{node.name}#0"
+            span = self.alive.setdefault(name, [0, 0])
+            self.sizes[name] = node.sizes_bytes[self.assignment.primary[s]]
+            if node.persistent or graph.storages[node.name].role == "input":
+                span[0] = 0
+            if node.persistent or node.name in kept:
+                span[1] = last
+        return [Buffer(name, self.sizes[name], *span) for name, span in self.alive.items()]
+
+    def step_names(self) -> dict[int, str]:
+        """What each step is called in messages."""
+        return {
+            i: self.ops[index].op
+            if kind == "op"
+            else f"relayout:{self.relayouts[index].storage}#{self.relayouts[index].target}"
+            for i, (kind, index) in enumerate(self.steps)
+        }
+
+
+# ---- judging a plan -------------------------------------------------------------------------------------------------
+
+
+def validate(
+    plan: Plan,
+    graph: TrainingGraph,
+    costs: Costs | None = None,
+    limits: DeviceLimits | None = None,
+) -> None:
+    """Whether a plan serves a graph on a device, recomputed from scratch.
+
+    Args:
+        plan: made here or loaded.
+        graph: what it should be for.
+        costs: of the device it should be for; its predictions are recomputed and compared.
+        limits: of the device; those of ``costs`` when left out. With neither, kernels are not looked at.
+
+    Raises:
+        GraphError: the plan is for another graph or does not serve it.
+        DeviceError: it is for another device or does not fit this one.
+        LayoutOptError: its predicted costs are not what the device model predicts.
+    """
+    check_graph(plan, graph)
+    if costs is not None and plan.device_hash != costs.hash:
+        raise DeviceError(
+            f"the plan is for device model {plan.device_name!r} ({plan.device_hash[:12]}), not for {costs.name!r} "
+            f"({costs.hash[:12]}): plan again with this device model"
+        )
+    check_plan(plan, graph)
+    limits = limits or (costs.limits if costs is not None else None)
+    if limits is not None:
+        _check_device(plan, graph, limits, costs.predict if costs is not None else None)
+
+
+def _check_device(
+    plan: Plan, graph: TrainingGraph, limits: DeviceLimits, predict: Callable[[Kernel], Cost] | None
+) -> None:
+    from kernels.bind import bind
+
+    allowed = min(limits.max_alloc_bytes, limits.global_mem_bytes)
+    if plan.arena_bytes > allowed:
+        raise DeviceError(
+            f"the plan of {plan.graph_name!r} needs one buffer of {plan.arena_bytes} bytes; device "
+            f"{plan.device_name!r} allows {allowed}: use a smaller batch"
+        )
+    misplaced = [s for s in plan.arena if s.offset_bytes % limits.base_align_bytes]
+    if misplaced:
+        raise DeviceError(
+            f"the plan puts {misplaced[0].name} at byte {misplaced[0].offset_bytes}; the device needs multiples of "
+            f"{limits.base_align_bytes}: plan again with this device model"
+        )
+    slots = {slot.name: slot for slot in plan.arena}
+    costs = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
+    known: dict[int, ItemCost] = {}
+    for step, (bound, stated) in enumerate(zip(bind(graph, plan, limits), costs, strict=True)):
+        operands = len(bound.kernel.layouts)
+        for name, workspace in zip(bound.slots[operands:], bound.kernel.scratch, strict=True):
+            slot = slots.get(name)
+            need = workspace.layout.size_elems * (1 if workspace.dtype == "bool" else 4)
+            if slot is None or slot.size_bytes < need or not slot.first <= step <= slot.last:
+                raise LayoutOptError(f"the plan has no workspace {name} of {need} bytes at step {step}: plan anew")
+        if predict is None:
+            continue
+        # bind() gives repeated blocks one kernel object: predict it once.
+        key = id(bound.kernel)
+        if key not in known:
+            known[key] = _item_cost(predict(bound.kernel))
+        if known[key] != stated:
+            raise LayoutOptError(
+                f"the plan predicts {stated.total_ns} ns for {bound.label}, the device model {known[key].total_ns} ns: "
+                "plan again with this device model"
+            )

@@ -1,0 +1,307 @@
+"""From a graph, kernels and prices to the integer tables of a :class:`~layoutopt.problem.Problem`.
+
+Part of the face: it imports ``kernels`` and (for types) ``costmodel``, lazily. For every distinct operation and tuple
+of operand layouts, every kernel that accepts them is priced and the cheapest kept, which loses nothing. Repeated blocks
+share their prices.
+
+**Which tuples.** Operands that must agree (in-place pairs, one storage read twice through one view) are one *slot*.
+Where the product of the slots' candidates is within ``limit``, every tuple is priced. Beyond it, these are, in this
+order, until the limit is reached:
+
+1. all slots row-major;
+2. *uniform* tuples: for each layout that some slot sees, every slot that can be seen in it is, the others row-major;
+3. tuples that differ from row-major in one slot;
+4. for a contraction, the product of each slot's best layouts, ranked by the prices of 3; for other operations, tuples
+   that differ from a uniform one in one slot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING
+
+from layoutopt.candidates import fixed_storages, seen_through
+from layoutopt.errors import GraphError, InfeasibleError
+from layoutopt.graph import Op, TrainingGraph
+from layoutopt.layout import Layout
+from layoutopt.problem import Choice, OpNode, Problem, StorageNode
+
+if TYPE_CHECKING:
+    from costmodel.cost import Cost, Costs
+    from kernels.spec import Kernel, OpSpec
+
+__all__ = ["Pricer", "Progress", "Tables", "build_problem", "price_ns"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and of how much."""
+
+_LIMIT = 512
+
+
+def price_ns(cost: Cost) -> int:
+    """A prediction as the tables hold it: whole nanoseconds, at least one, so that nothing is free."""
+    return max(round(cost.total_ns), 1)
+
+
+class Pricer:
+    """The cheapest kernel for a spec over layouts, remembered.
+
+    Args:
+        costs: prices kernels on a device.
+    """
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.kernels = 0
+        self._best: dict[tuple[OpSpec, tuple[Layout, ...]], tuple[Kernel, Cost] | None] = {}
+
+    def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
+        """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
+        from kernels.variants import kernels_for
+
+        key = (spec, layouts)
+        if key not in self._best:
+            kernels = kernels_for(spec, layouts, self.costs.limits)
+            self.kernels += len(kernels)
+            priced = [(self.costs.predict(kernel), kernel) for kernel in kernels]
+            least = min(priced, key=lambda p: (price_ns(p[0]), p[1].variant.label), default=None)
+            self._best[key] = (least[1], least[0]) if least else None
+        return self._best[key]
+
+    def relayout(
+        self, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
+    ) -> tuple[Kernel, Cost] | None:
+        """The cheapest conversion between two layouts of one shape."""
+        from kernels.bind import relayout_spec
+
+        return self.best(relayout_spec(shape, dtype), (source, target))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A problem and what turns its answers into plans.
+
+    Attributes:
+        graph: what the problem is about.
+        problem: storages in the order of ``names``, ops in the graph's order.
+        names: storage names.
+        index: the position of each.
+        pricer: knows the kernel behind every choice.
+    """
+
+    graph: TrainingGraph
+    problem: Problem
+    names: tuple[str, ...]
+    index: Mapping[str, int]
+    pricer: Pricer = field(repr=False)
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels were priced."""
+        return self.pricer.kernels
+
+
+def build_problem(
+    graph: TrainingGraph,
+    costs: Costs,
+    candidates: Mapping[str, tuple[Layout, ...]],
+    progress: Progress | None = None,
+    limit: int = _LIMIT,
+) -> Tables:
+    """Price a graph's layout assignment problem.
+
+    Args:
+        graph: views folded.
+        costs: of a device.
+        candidates: layouts per storage, row-major first.
+        progress: told after each op.
+        limit: layout tuples priced per op at most (see the module's text).
+
+    Raises:
+        GraphError: an op reads a value that was already overwritten in place, or its kind has no kernels.
+        InfeasibleError: no kernel serves an op in any of its layouts; ``conflict`` names it.
+    """
+    from kernels.spec import op_spec
+
+    pricer = Pricer(costs)
+    used = {graph.storage_of[o.tensor] for op in graph.ops for o in op.operands}
+    used |= {graph.storage_of[out] for out in graph.outputs}
+    names = tuple(name for name in graph.storages if name in used)
+    index = {name: i for i, name in enumerate(names)}
+    fixed = fixed_storages(graph)
+    storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
+    pinned = _pinned(graph)
+    shared: dict[tuple[object, ...], tuple[Choice, ...]] = {}
+    nodes = []
+    for done, op in enumerate(graph.ops):
+        operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
+        slots = _Slots.of(graph, op, operands, storages)
+        spec = op_spec(graph, op)
+        key = (spec, slots.seen, slots.members)
+        if key not in shared:
+            shared[key] = _choices(pricer, spec, slots, limit)
+        if not shared[key]:
+            raise _unserved(graph, op, spec)
+        nodes.append(OpNode(op.name, operands, len(op.inputs), shared[key], pinned[op.name]))
+        if progress:
+            progress("pricing kernels", done + 1, len(graph.ops))
+    relayouts: dict[tuple[int, int, int], int] = {}
+    for s, node in enumerate(storages):
+        storage = graph.storages[node.name]
+        for a, b in itertools.permutations(range(len(node.candidates)), 2):
+            if node.primary not in (-1, a):
+                continue
+            found = pricer.relayout(storage.shape, storage.dtype, node.candidates[a], node.candidates[b])
+            if found:
+                relayouts[s, a, b] = price_ns(found[1])
+        if progress:
+            progress("pricing relayouts", s + 1, len(storages))
+    return Tables(graph, Problem(storages, tuple(nodes), relayouts), names, index, pricer)
+
+
+def _storage_node(graph: TrainingGraph, name: str, layouts: tuple[Layout, ...], fixed: bool) -> StorageNode:
+    storage = graph.storages[name]
+    if layouts[0] != Layout.row_major(storage.shape):
+        raise GraphError(f"the first candidate of {name} is {layouts[0].describe()}: it must be row-major")
+    sizes = tuple(layout.size_elems * graph.tensors[name].item_bytes for layout in layouts)
+    persistent = storage.role in ("parameter", "state", "constant")
+    return StorageNode(name, layouts, sizes, persistent, 0 if fixed else -1)
+
+
+def _pinned(graph: TrainingGraph) -> dict[str, tuple[int, ...]]:
+    """Per op, the inputs that read what an earlier op wrote in place: only the primary holds that."""
+    current = {s.name: s.tensors[0] for s in graph.storages.values()}
+    out = {}
+    for op in graph.ops:
+        for operand in op.inputs:
+            storage = graph.storage_of[operand.tensor]
+            if current[storage] != operand.tensor:
+                raise GraphError(
+                    f"op {op.name} reads {operand.tensor!r} after {current[storage]!r} has overwritten it in place: "
+                    "capture the graph anew"
+                )
+        out[op.name] = tuple(
+            k for k, o in enumerate(op.inputs) if o.tensor != graph.storages[graph.storage_of[o.tensor]].tensors[0]
+        )
+        for operand in op.outputs:
+            current[graph.storage_of[operand.tensor]] = operand.tensor
+    return out
+
+
+def _unserved(graph: TrainingGraph, op: Op, spec: OpSpec) -> InfeasibleError:
+    shapes = " ".join(str(list(shape)) for shape in spec.shapes)
+    seen = [seen_through(o.view, Layout.row_major(graph.tensors[o.tensor].shape)) for o in op.operands]
+    torn = [o for o, layout in zip(op.operands, seen, strict=True) if layout is None]
+    reason = (
+        f"no layout of {torn[0].tensor!r} can be seen as {torn[0].view.describe()}: run the passes on the graph"
+        if torn
+        else "no kernel accepts any combination of its layouts"
+    )
+    names = tuple(dict.fromkeys(graph.storage_of[o.tensor] for o in op.operands))
+    return InfeasibleError(f"op {op.name} ({op.kind} {shapes}, from {op.source or '?'}): {reason}", (op.name, *names))
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The free decisions of one op.
+
+    Attributes:
+        members: operand positions that move together, per slot.
+        seen: per slot, its options: the candidate index and the layouts that its members see.
+        width: number of operands.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    seen: tuple[tuple[tuple[int, tuple[Layout, ...]], ...], ...]
+    width: int
+
+    @staticmethod
+    def of(graph: TrainingGraph, op: Op, operands: Sequence[int], storages: Sequence[StorageNode]) -> _Slots:
+        groups: dict[tuple[object, ...], list[int]] = {}
+        updated = {len(op.inputs) + out: inp for out, inp in op.inplace}
+        for k in range(len(op.operands)):
+            # An updated input is its output's partner whatever the views; other operands are tied by storage and view.
+            lead = updated.get(k, k)
+            groups.setdefault((operands[lead], op.operands[lead].view), []).append(k)
+        members = tuple(tuple(group) for group in groups.values())
+        seen = []
+        for group in members:
+            node = storages[operands[group[0]]]
+            writes = any(k >= len(op.inputs) for k in group)
+            allowed = [node.primary] if writes and node.primary >= 0 else range(len(node.candidates))
+            rows = ((c, [seen_through(op.operands[k].view, node.candidates[c]) for k in group]) for c in allowed)
+            seen.append(tuple((c, tuple(x for x in row if x)) for c, row in rows if None not in row))
+        return _Slots(members, tuple(seen), len(op.operands))
+
+    def layouts(self, picks: Sequence[int]) -> tuple[Layout, ...]:
+        """The layouts that operands see when slot i takes its option ``picks[i]``."""
+        out: dict[int, Layout] = {}
+        for group, options, pick in zip(self.members, self.seen, picks, strict=True):
+            out.update(zip(group, options[pick][1], strict=True))
+        return tuple(out[k] for k in range(self.width))
+
+    def indices(self, picks: Sequence[int]) -> tuple[int, ...]:
+        """The candidate index per operand."""
+        out: dict[int, int] = {}
+        for group, options, pick in zip(self.members, self.seen, picks, strict=True):
+            out.update(dict.fromkeys(group, options[pick][0]))
+        return tuple(out[k] for k in range(self.width))
+
+
+def _choices(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> tuple[Choice, ...]:
+    found = {}
+    if all(slots.seen):
+        for picks in _tuples(pricer, spec, slots, limit):
+            best = pricer.best(spec, slots.layouts(picks))
+            if best:
+                indices = slots.indices(picks)
+                found[indices] = Choice(indices, price_ns(best[1]), best[0].variant.label)
+    return tuple(found.values())
+
+
+def _tuples(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> Iterator[tuple[int, ...]]:
+    counts = [len(options) for options in slots.seen]
+    if prod(counts) <= limit:
+        return itertools.product(*map(range, counts))
+    plain = (0,) * len(counts)
+    single = [_replaced(plain, slot, option) for slot, n in enumerate(counts) for option in range(1, n)]
+    uniform = list(_uniform(slots))
+    if spec.kind == "contraction":
+        further = _best_product(pricer, spec, slots, single, limit)
+    else:
+        further = (
+            _replaced(base, slot, option) for base in uniform for slot, n in enumerate(counts) for option in range(n)
+        )
+    ordered = itertools.chain([plain], uniform, single, further)
+    return itertools.islice(dict.fromkeys(itertools.islice(ordered, 8 * limit)), limit)
+
+
+def _replaced(picks: tuple[int, ...], slot: int, option: int) -> tuple[int, ...]:
+    return (*picks[:slot], option, *picks[slot + 1 :])
+
+
+def _uniform(slots: _Slots) -> Iterator[tuple[int, ...]]:
+    every = dict.fromkeys(layouts[0] for options in slots.seen for _, layouts in options)
+    for layout in every:
+        yield tuple(
+            next((i for i, (_, layouts) in enumerate(options) if layouts[0] == layout), 0) for options in slots.seen
+        )
+
+
+def _best_product(
+    pricer: Pricer, spec: OpSpec, slots: _Slots, single: list[tuple[int, ...]], limit: int
+) -> Iterator[tuple[int, ...]]:
+    """The product of as many options per slot as the limit allows, each slot's ranked by its single deviations."""
+    keep = max(int(limit ** (1 / len(slots.seen))), 1)
+    kept = []
+    for slot in range(len(slots.seen)):
+        priced = []
+        for picks in [(0,) * len(slots.seen), *(p for p in single if p[slot])]:
+            best = pricer.best(spec, slots.layouts(picks))
+            if best:
+                priced.append((price_ns(best[1]), picks[slot]))
+        kept.append([option for _, option in sorted(priced)[:keep]] or [0])
+    return itertools.product(*kept)
