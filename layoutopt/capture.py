@@ -1,0 +1,479 @@
+"""Capturing a training step of a torch module as a TrainingGraph.
+
+``torch.export`` (non-strict) records the forward pass and the loss; running that recording under autograd and ``make_fx``
+on fake tensors gives one ATen graph with the backward pass, in which every node knows the module it came from; what is
+known at capture is calculated; the rest is translated by ``layoutopt.aten``. No weight is ever computed with.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import nn
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from layoutopt import aten, capture_index  # noqa: F401  (capture_index registers its rules)
+from layoutopt.capture_build import Const, Context, GraphBuilder, Value
+from layoutopt.errors import GraphError
+from layoutopt.graph import Phase, TrainingGraph
+from layoutopt.optimizers import Optimizer, append_updates, optimizer_meta
+
+__all__ = ["capture"]
+
+Batch = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
+LossFn = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
+
+_KEPT = (
+    "native_layer_norm_backward embedding_dense_backward nll_loss_forward nll_loss_backward gelu_backward "
+    "tanh_backward sigmoid_backward silu silu_backward threshold_backward select_backward slice_backward "
+    "select_scatter _softmax_backward_data _log_softmax_backward_data baddbmm square"
+).split()
+"""ATen ops that the graph's kinds express whole, so that torch need not take them apart."""
+
+_FILLS = ("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full", "new_zeros", "new_ones")
+_DTYPES = {"float32": "float32", "int64": "int32", "int32": "int32", "int16": "int32", "uint8": "int32", "bool": "bool"}
+_MAX_FOLDED_ELEMS = 1 << 24
+
+
+def capture(
+    module: nn.Module,
+    batch: Batch,
+    *,
+    loss: LossFn | None = None,
+    optimizer: Optimizer | None = None,
+    name: str = "",
+    keep_grads: bool = False,
+    meta: Mapping[str, Any] | None = None,
+) -> TrainingGraph:
+    """One training step of ``module`` as a graph.
+
+    Args:
+        module: any module in float32; its parameters may be real, on the meta device or fake (then their initial values
+            come from rules, see ``Tensor.init``). Its buffers must be real. It is left as it was found.
+        batch: example inputs by name, or a tuple; only shapes and types matter. Integers become int32.
+        loss: ``(module, batch) -> (scalar loss, outputs)`` with outputs a tensor, a tuple or a dict; by default the
+            module is called with the batch by name and gives ``.loss`` and ``.logits`` (Hugging Face).
+        optimizer: the update to append; None captures forward, loss and backward.
+        name: the graph's name; the module's class by default.
+        keep_grads: list the gradients among the graph's outputs, so that no pass removes them.
+        meta: more entries for ``graph.meta``.
+
+    Returns:
+        A graph whose outputs are the loss ("loss") and what the loss function returned beside it ("logits").
+
+    Raises:
+        GraphError: an operation or a use of one that layoutopt does not know, with its shapes and module path.
+    """
+    if loss is None and not isinstance(batch, Mapping):
+        raise GraphError("a batch given as a tuple needs a loss function: capture(module, batch, loss=...)")
+    keys = list(batch) if isinstance(batch, Mapping) else [f"input_{i}" for i in range(len(batch))]
+    tensors = list(batch.values()) if isinstance(batch, Mapping) else list(batch)
+    for key, tensor in zip(keys, tensors, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise GraphError(f"batch entry {key!r} is a {type(tensor).__name__}, expected a tensor")
+    inits = _initial_rules(module)
+    traced = _Trace(module, keys, tensors, loss, isinstance(batch, Mapping))
+    b = GraphBuilder()
+    outputs = _translate(b, traced, inits)
+    gradients = {p: g for p, g in outputs.gradients.items() if g is not None}
+    if optimizer is not None:
+        append_updates(b, optimizer, gradients)
+    kept = (*outputs.names, *(gradients.values() if keep_grads or optimizer is None else ()))
+    b.prune(kept)
+    info = {
+        "model": type(module).__name__,
+        "batch": {k: {"shape": list(t.shape), "dtype": _dtype(t, k)} for k, t in zip(keys, tensors, strict=True)},
+        "optimizer": optimizer_meta(optimizer),
+        "dropout_set_to_zero": traced.dropouts,
+        "without_gradient": [p for p, g in outputs.gradients.items() if g is None],
+        "versions": {"torch": torch.__version__},
+        **(meta or {}),
+    }
+    return TrainingGraph(name or type(module).__name__, b.tensors, b.ops, kept, b.constants, info)
+
+
+# ---- tracing --------------------------------------------------------------------------------------------------------
+
+
+class _Step(nn.Module):
+    """The module and its loss as one function of tensors."""
+
+    def __init__(self, model: nn.Module, keys: list[str], loss: LossFn | None, named: bool) -> None:
+        super().__init__()
+        self.model, self._keys, self._loss, self._named = model, keys, loss, named
+        # Not a list: torch.export puts lists and dicts among a module's attributes back as they were.
+        self.report = _Outputs()
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        batch: Any = dict(zip(self._keys, tensors, strict=True)) if self._named else tensors
+        if self._loss is not None:
+            value, result = self._loss(self.model, batch)
+        else:
+            out = self.model(**batch)
+            value, result = getattr(out, "loss", None), {"logits": getattr(out, "logits", None)}
+            if value is None or result["logits"] is None:
+                raise GraphError(
+                    f"{type(self.model).__name__} returned no loss and logits for the batch entries "
+                    f"{', '.join(self._keys)}: add labels, or pass loss="
+                )
+        if isinstance(result, torch.Tensor):
+            result = {"output": result}
+        elif not isinstance(result, Mapping):
+            result = {f"output_{i}": r for i, r in enumerate(result)}
+        if value.numel() != 1:
+            raise GraphError(f"the loss has shape {tuple(value.shape)}, expected a scalar")
+        self.report.names = list(result)
+        return (value.reshape(()), *(r.detach() for r in result.values()))
+
+
+class _Trace:
+    """The joint ATen graph of a step: ``graph``, with its inputs by position.
+
+    Attributes:
+        graph: fx graph that returns the loss, the outputs, then one gradient (or None) per name in ``trainable``.
+        inputs: batch entry by position in the graph's placeholders.
+        parameters: parameter name by position.
+        constants: known tensor by position (buffers).
+        shapes: of the parameters, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss: LossFn | None, named: bool
+    ) -> None:
+        self.inputs: dict[int, str] = {}
+        self.parameters: dict[int, str] = {}
+        self.constants: dict[int, torch.Tensor] = {}
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        step = _Step(module, keys, loss, named)
+        with _prepared(module, mode) as self.dropouts, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about its own deprecated pieces
+            with mode:
+                example = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors)
+            names = {id(p): n for n, p in module.named_parameters()}
+            by_path = {f"model.{n}": names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
+            frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
+            exported = torch.export.export(step, example, strict=False).run_decompositions({})
+        self.outputs = step.report.names
+        self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        flat, first = self._bind(exported, keys, by_path, mode)
+        self.trainable = [n for n in dict.fromkeys(self.parameters.values()) if n not in frozen]
+        leaves = [flat[first[n]] for n in self.trainable]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        recording = exported.graph_module
+        _annotate(recording.graph, type(module).__name__)
+
+        def joint(*values: torch.Tensor) -> tuple[Any, ...]:
+            # A tied parameter is one leaf, whatever number of names it is read under.
+            full = [values[first[self.parameters[i]]] if i in self.parameters else v for i, v in enumerate(values)]
+            with fx_traceback.preserve_node_meta():
+                value, *outs = _Sourced(recording).run(*full)
+                wanted = [values[first[n]] for n in self.trainable]
+                grads = torch.autograd.grad(value, wanted, allow_unused=True)
+            return (value, *outs, *grads)
+
+        table = {k: v for k, v in core_aten_decompositions().items() if str(k).split(".")[1] not in _KEPT}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                self.graph = make_fx(joint, decomposition_table=table)(*flat).graph
+            except RuntimeError as error:
+                if "does not require grad" in str(error):
+                    raise GraphError(
+                        f"the loss of {type(module).__name__} does not depend on any trainable parameter"
+                    ) from error
+                raise
+
+    def _bind(
+        self, exported: Any, keys: list[str], by_path: Mapping[str, str], mode: FakeTensorMode
+    ) -> tuple[list[torch.Tensor], dict[str, int]]:
+        """Fake arguments of the exported graph, and where each parameter first stands among them."""
+        flat: list[torch.Tensor] = []
+        first: dict[str, int] = {}
+        left = iter(keys)
+        nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
+        for i, (spec, node) in enumerate(zip(exported.graph_signature.input_specs, nodes, strict=True)):
+            like = node.meta["val"]
+            with mode:
+                flat.append(torch.empty(like.shape, dtype=like.dtype))
+            if spec.kind.name == "PARAMETER":
+                self.parameters[i] = by_path[spec.target]
+                first.setdefault(self.parameters[i], i)
+            elif spec.kind.name == "USER_INPUT":
+                self.inputs[i] = next(left)
+            else:
+                held = exported.state_dict.get(spec.target)
+                held = exported.constants.get(spec.target) if held is None else held
+                held = getattr(held, "constant", None) if isinstance(held, FakeTensor) else held
+                if held is None or held.is_meta:
+                    raise GraphError(
+                        f"buffer {spec.target.removeprefix('model.')} has no value: build the module with real buffers "
+                        "(parameters may be fake)"
+                    )
+                self.constants[i] = held.detach()
+        return flat, first
+
+
+class _Sourced(torch.fx.Interpreter):
+    """Runs a recording; backward ops made by autograd learn the module whose forward op they belong to."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self._seen: set[Any] = set()
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        result = super().run_node(n)
+        source = n.meta.get("custom", {}).get("source", "")
+        many = result if isinstance(result, (tuple, list)) else [result]
+        stack = [r.grad_fn for r in many if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+        while stack:
+            fn = stack.pop()
+            if fn not in self._seen:
+                self._seen.add(fn)
+                fn.register_prehook(lambda *_: fx_traceback.current_meta.update(custom={"source": source}))
+                stack += [f for f, _ in fn.next_functions if f is not None]
+        return result
+
+
+def _annotate(graph: torch.fx.Graph, top: str) -> None:
+    """Write each node's module path where tracing carries it along, and open attention up into matrix products."""
+    for node in graph.nodes:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        path = str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
+        node.meta["custom"] = {"source": path or top}
+        if str(node.target) == "aten.scaled_dot_product_attention.default":
+            node.target = _attention
+        elif str(node.target) == "aten.view.default":
+            # The products above leave other strides than torch's fused attention, under which this was a view.
+            node.target = torch.ops.aten.reshape.default
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Scaled dot-product attention as matrix products and a softmax (a wholly masked row attends evenly)."""
+    if dropout_p > 0:
+        raise GraphError(
+            f"attention with dropout {dropout_p}: dropout is not supported yet, set attention dropout to 0"
+        )
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if is_causal:
+        attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, torch.finfo(torch.float32).min)
+        scores = scores + attn_mask
+    return scores.softmax(-1) @ v
+
+
+@contextmanager
+def _prepared(module: nn.Module, mode: FakeTensorMode) -> Iterator[list[str]]:
+    """The module in training mode with fake parameters and no dropout; gives the names of the dropouts it stopped."""
+    modes = {m: m.training for m in module.modules()}
+    held: list[tuple[nn.Module, str, nn.Parameter]] = []
+    fakes: dict[int, nn.Parameter] = {}
+    stopped = {n: m for n, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0}
+    rates = {n: m.p for n, m in stopped.items()}
+    for path, owner in module.named_modules():
+        for key, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if parameter.dtype != torch.float32:
+                raise GraphError(
+                    f"parameter {path}.{key} is {parameter.dtype}: only float32 models are captured, use .float()"
+                )
+            held.append((owner, key, parameter))
+            if id(parameter) not in fakes:
+                with mode:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    try:
+        module.train()
+        for m in stopped.values():
+            m.p = 0.0
+        for owner, key, parameter in held:
+            owner._parameters[key] = fakes[id(parameter)]
+        yield list(stopped)
+    finally:
+        for owner, key, parameter in held:
+            owner._parameters[key] = parameter
+        for n, m in stopped.items():
+            m.p = rates[n]
+        for m, training in modes.items():
+            m.training = training
+
+
+# ---- translating ----------------------------------------------------------------------------------------------------
+
+
+class _Outputs:
+    """Tensor names of what the step gives: ``names`` (loss first) and ``gradients`` by parameter (None: no gradient)."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.gradients: dict[str, str | None] = {}
+
+
+def _translate(b: GraphBuilder, traced: _Trace, inits: Mapping[str, str]) -> _Outputs:
+    nodes = list(traced.graph.nodes)
+    results = list(cast("tuple[Any, ...]", nodes[-1].args[0]))
+    split = 1 + len(traced.outputs)
+    phases = _phases(results[:split])
+    env: dict[torch.fx.Node, Any] = {}
+    known: dict[torch.fx.Node, torch.Tensor] = {}
+    for i, node in enumerate(n for n in nodes if n.op == "placeholder"):
+        if i in traced.inputs:
+            env[node] = b.tensor(traced.inputs[i], node.meta["val"].shape, _dtype(node.meta["val"], traced.inputs[i]), "input")
+        elif i in traced.parameters:
+            name = traced.parameters[i]
+            if name not in b.tensors:
+                b.tensor(name, traced.shapes[name], "float32", "parameter", init=inits[name])
+            env[node] = b.whole(name)
+        else:
+            known[node] = traced.constants[i]
+    needed = _ancestors([r for r in results if isinstance(r, torch.fx.Node)])
+    for node in nodes:
+        if node.op not in ("call_function", "get_attr") or node not in needed:
+            continue
+        if node.op == "get_attr":
+            known[node] = cast(torch.Tensor, getattr(traced.graph.owning_module, str(node.target)))
+            continue
+        custom = node.meta.get("custom") or {}
+        b.context = Context(node.name, phases.get(node, "backward"), custom.get("source", ""))
+        if not _fold(node, known):
+            env[node] = _call(b, node, env, known)
+    out = _Outputs()
+    for name, result in zip(["loss", *traced.outputs], results[:split], strict=True):
+        b.context = Context(name, phases.get(result, "forward"), name)
+        out.names.append(_named(b, _value(result, env, known), name, "output"))
+    for parameter, result in zip(traced.trainable, results[split:], strict=True):
+        b.context = Context(f"grad:{parameter}", "backward", parameter.rpartition(".")[0])
+        value = None if result is None else _value(result, env, known)
+        out.gradients[parameter] = None if value is None else _named(b, value, f"grad:{parameter}", "gradient", parameter)
+    return out
+
+
+def _named(b: GraphBuilder, value: Value | Const, name: str, role: Any, of: str = "") -> str:
+    """The value in a tensor of this name: the one that holds it if that is free to be renamed, else a copy."""
+    stored = b.stored(value)
+    if b.tensors[stored].role == "activation" and b.tensors[stored].shape == value.shape:
+        b.rename(stored, name, role=role, of=of)
+        return name
+    return b.copy(value, name, role, of)
+
+
+def _call(b: GraphBuilder, node: torch.fx.Node, env: dict[torch.fx.Node, Any], known: dict[torch.fx.Node, Any]) -> Any:
+    target = str(node.target)
+    if node.target is operator.getitem:
+        return env[cast(torch.fx.Node, node.args[0])][cast(int, node.args[1])]
+
+    def value(n: torch.fx.Node) -> Any:
+        return _value(n, env, known)
+
+    args = torch.fx.node.map_arg(node.args, value)
+    kwargs = torch.fx.node.map_arg(dict(node.kwargs), value)
+    where = f"{target} in {b.context.source}"
+    val = node.meta["val"]
+    many = isinstance(val, (tuple, list))
+    outs = [
+        None if v is None else aten.Out(tuple(v.shape), _dtype(v, where)) for v in (val if many else [val])
+    ]
+    return aten.translate(b, target, outs if many else outs[0], args, kwargs)
+
+
+def _value(node: torch.fx.Node, env: Mapping[torch.fx.Node, Any], known: Mapping[torch.fx.Node, Any]) -> Any:
+    return aten.constant(known[node].numpy()) if node in known else env[node]
+
+
+def _fold(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
+    """Calculate the node now if nothing it depends on changes from step to step."""
+    target = str(node.target).split(".")
+    val = node.meta.get("val")
+    if target[-2:-1] and target[-2] in _FILLS and isinstance(val, torch.Tensor):
+        kind = target[-2]
+        fill = 0 if "zeros" in kind else 1 if "ones" in kind else node.args[-1]
+        if isinstance(fill, (bool, int, float)):
+            known[node] = torch.full((), fill, dtype=val.dtype).expand(val.shape)
+            return True
+    if any(n not in known for n in node.all_input_nodes) or "rand" in str(node.target):
+        return False
+    sizes = [v.numel() for v in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(v, torch.Tensor)]
+    if max(sizes, default=0) > _MAX_FOLDED_ELEMS:
+        return False
+    args = torch.fx.node.map_arg(node.args, known.__getitem__)
+    kwargs = torch.fx.node.map_arg(dict(node.kwargs), known.__getitem__)
+    known[node] = cast(Any, node.target)(*args, **kwargs)
+    return True
+
+
+def _phases(results: list[torch.fx.Node]) -> dict[torch.fx.Node, Phase]:
+    """Forward is what the outputs need, loss what the loss needs beside it; all else is backward."""
+    phases: dict[torch.fx.Node, Phase] = dict.fromkeys(_ancestors(results[:1]), "loss")
+    phases.update(dict.fromkeys(_ancestors(results[1:]), "forward"))
+    return phases if results[1:] else dict.fromkeys(phases, "forward")
+
+
+def _ancestors(nodes: list[torch.fx.Node]) -> set[torch.fx.Node]:
+    seen: set[torch.fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return seen
+
+
+def _dtype(tensor: torch.Tensor, where: str) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise GraphError(f"{where} is {name}: only float32, integers and bool are supported, convert it first")
+    return _DTYPES[name]
+
+
+# ---- initial values -------------------------------------------------------------------------------------------------
+
+
+def _initial_rules(module: nn.Module) -> dict[str, str]:
+    """How each parameter starts (``Tensor.init``): measured where it is real, else by the owner's usual rule."""
+    spread = getattr(getattr(module, "config", None), "initializer_range", None)
+    rules: dict[str, str] = {}
+    for path, owner in module.named_modules():
+        for key, p in owner.named_parameters(recurse=False):
+            name = f"{path}.{key}" if path else key
+            rules[name] = _rule(owner, key, p, spread)
+    return rules
+
+
+def _rule(owner: nn.Module, key: str, p: torch.Tensor, spread: float | None) -> str:
+    if not (p.is_meta or isinstance(p, FakeTensor)):
+        low, high = p.min().item(), p.max().item()
+        if low == high:
+            return {0.0: "zeros", 1.0: "ones"}.get(low, f"constant:{low:.9g}")
+        return f"normal:{p.detach().square().mean().sqrt().item():.3g}"
+    if key.endswith("bias"):
+        return "zeros"
+    if "Norm" in type(owner).__name__:
+        return "ones"
+    if spread is None:
+        # torch's own: Linear and convolutions are uniform within 1/sqrt(fan_in), embeddings are normal.
+        spread = 1.0 if isinstance(owner, nn.Embedding) or p.dim() < 2 else (3 * p[0].numel()) ** -0.5
+    return f"normal:{spread:.3g}"
