@@ -1,0 +1,158 @@
+"""The direction of imports: core → kernels → costmodel → simulator → face, and what loads heavy packages."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("layoutopt", "kernels", "costmodel", "simulator")
+BELOW = {
+    "layoutopt": {"layoutopt"},
+    "kernels": {"layoutopt", "kernels"},
+    "costmodel": {"layoutopt", "kernels", "costmodel"},
+    "simulator": set(PACKAGES),
+}
+# The top floor: sees all four packages, and imports the other three inside functions only.
+FACE = {
+    f"layoutopt.{name}"
+    for name in (
+        "__main__",
+        "bundle",
+        "cli",
+        "compare",
+        "demo",
+        "digits",
+        "facade",
+        "finetune",
+        "models",
+        "planner",
+        "pricing",
+        "train",
+    )
+}
+TORCH = {"layoutopt.capture", "layoutopt.zoo"}
+PYOPENCL = {"kernels.runtime", "kernels.testing"}
+
+
+class Import(NamedTuple):
+    module: str
+    target: str
+    lazy: bool
+    typing: bool
+    line: int
+
+    @property
+    def top(self) -> str:
+        return self.target.split(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.target}"
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            yield name.removesuffix(".__init__"), path
+
+
+def imports_of(module: str, source: str) -> list[Import]:
+    """Every import statement: lazy inside a function, typing under ``if TYPE_CHECKING``."""
+    out: list[Import] = []
+
+    def walk(node: ast.AST, lazy: bool, typing: bool) -> None:
+        if isinstance(node, ast.Import):
+            out.extend(Import(module, alias.name, lazy, typing, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            for alias in node.names:
+                out.append(Import(module, f"{node.module}.{alias.name}", lazy, typing, node.lineno))
+        inside = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                walk(child, inside, True)
+            for child in node.orelse:
+                walk(child, inside, typing)
+            return
+        for child in ast.iter_child_nodes(node):
+            walk(child, inside, typing)
+
+    walk(ast.parse(source), False, False)
+    return out
+
+
+IMPORTS = [i for name, path in _modules() for i in imports_of(name, path.read_text(encoding="utf-8"))]
+
+
+def _no(wrong: list[Import]) -> None:
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+def test_the_reader_of_imports_sees_them_all() -> None:
+    source = (
+        "import a.b\nfrom c import d\ndef f():\n    import e\nif TYPE_CHECKING:\n    import g\nelse:\n    import h\n"
+    )
+    got = [(i.target, i.lazy, i.typing) for i in imports_of("m", source)]
+    assert got == [
+        ("a.b", False, False),
+        ("c.d", False, False),
+        ("e", True, False),
+        ("g", False, True),
+        ("h", False, False),
+    ]
+    assert len(IMPORTS) > 100
+
+
+def test_packages_import_downwards_only() -> None:
+    _no([
+        i
+        for i in IMPORTS
+        if i.module not in FACE and i.top in PACKAGES and i.top not in BELOW[i.module.split(".")[0]]
+    ])  # fmt: skip
+
+
+def test_nothing_below_the_face_imports_it() -> None:
+    def is_face(target: str) -> bool:
+        return target in FACE or target.rpartition(".")[0] in FACE
+
+    _no([i for i in IMPORTS if i.module not in FACE and is_face(i.target)])
+
+
+def test_the_face_imports_other_packages_lazily() -> None:
+    others = set(PACKAGES) - {"layoutopt"}
+    _no([i for i in IMPORTS if i.module in FACE and i.top in others and not (i.lazy or i.typing)])
+
+
+def test_torch_lives_in_capture_and_zoo() -> None:
+    _no([i for i in IMPORTS if i.top == "torch" and i.module not in TORCH and not i.typing])
+
+
+def test_pyopencl_lives_in_the_runtime() -> None:
+    _no([i for i in IMPORTS if i.top == "pyopencl" and i.module not in PYOPENCL])
+    _no([i for i in IMPORTS if i.top == "pyopencl" and i.module == "kernels.runtime" and not i.lazy])
+
+
+def test_kernel_testing_is_for_tests_and_benchmarks() -> None:
+    _no([i for i in IMPORTS if i.target.startswith("kernels.testing")])
+
+
+HEAVY = ("torch", "transformers", "pyopencl", "sklearn", "matplotlib", "sentence_transformers")
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "everything"])
+def test_importing_loads_nothing_heavy(package: str) -> None:
+    names = [package]
+    if package == "everything":
+        names = [n for n, _ in _modules() if n not in TORCH | {"kernels.testing", "layoutopt.__main__"}]
+        assert len(names) > 30
+    code = f"import sys\nfor name in {names!r}: __import__(name)\nprint(*sorted({set(HEAVY)!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
