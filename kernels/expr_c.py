@@ -69,7 +69,7 @@ class _Writer:
         for j, (op, *refs) in enumerate(self.expr.code):
             if ARITY.get(op) != len(refs):
                 raise GraphError(f"expression instruction {op!r} with {len(refs)} arguments is not known")
-            kind, value = self._apply(op, [self._fetch(r) for r in refs])
+            kind, value = self._apply(op, [self._fetch(r) for r in refs], refs)
             ctype = "float" if kind == "f" else "int"
             self.lines.append(f"{ctype}{self.suffix} t{j} = {value};")
             self.values.append((kind, f"t{j}"))
@@ -116,7 +116,7 @@ class _Writer:
     def _select(self, cond: str, yes: str, no: str) -> str:
         return f"select({no}, {yes}, {cond})" if self.suffix else f"({cond} ? {yes} : {no})"
 
-    def _apply(self, op: str, args: list[Value]) -> Value:
+    def _apply(self, op: str, args: list[Value], refs: list[tuple[str, Any]]) -> Value:
         if op in ("float", "int", "bool"):
             kind = op[0]
             return kind, self._to(kind, args[0])
@@ -137,28 +137,27 @@ class _Writer:
             a, b = (self._to(kind, x) for x in args)
             return "b", f"({a} {_COMPARE[op]} {b})"
         kind = "i" if op != "div" and all(k == "i" for k, _ in args) else "f"
-        return kind, self._arithmetic(op, kind, [self._to(kind, x) for x in args], args)
+        texts = [self._to(kind, x) for x in args]
+        if op == "pow":
+            return kind, self._power(kind, *texts, refs[1][1] if refs[1][0] == "c" else None)
+        return kind, self._arithmetic(op, kind, texts)
 
-    def _arithmetic(self, op: str, kind: str, texts: list[str], args: list[Value]) -> str:
+    def _arithmetic(self, op: str, kind: str, texts: list[str]) -> str:
         if op in _INFIX:
             return f"({texts[0]} {_INFIX[op]} {texts[1]})"
         if op == "neg":
             return f"(-{texts[0]})"
         if op == "abs":
             return f"fabs({texts[0]})" if kind == "f" else f"max({texts[0]}, -{texts[0]})"
-        if op in ("max", "min"):
-            if kind == "i":
-                return f"{op}({texts[0]}, {texts[1]})"
-            a, b = texts
-            return self._select(f"(({a} {'>=' if op == 'max' else '<='} {b}) | ({a} != {a}))", a, b)
-        return self._power(kind, texts, args)
+        a, b = texts
+        if kind == "i":
+            return f"{op}({a}, {b})"
+        return self._select(f"(({a} {'>=' if op == 'max' else '<='} {b}) | ({a} != {a}))", a, b)
 
-    def _power(self, kind: str, texts: list[str], args: list[Value]) -> str:
-        base, exponent = texts
-        constant = _constant(args[1][1])
-        if constant is not None and constant == int(constant) and 1 <= constant <= _CHAIN_MAX:
-            # ``base`` is a name or a parenthesised constant: repeating it costs nothing.
-            return "(" + "*".join([base] * int(constant)) + ")"
+    def _power(self, kind: str, base: str, exponent: str, constant: float | None) -> str:
+        if constant in range(1, _CHAIN_MAX + 1):
+            # The base is a name or a short cast: repeating it costs nothing.
+            return "(" + "*".join([base] * int(constant or 1)) + ")"
         if kind == "f":
             return f"sqrt({base})" if constant == 0.5 else f"pow({base}, {exponent})"
         self.helpers["ipow"] = _IPOW.format(w=self.suffix, pick=self._select("((e & 1) != 0)", "r * b", "r"))
@@ -171,15 +170,6 @@ _IPOW = """static int{w} ipow{w}(int{w} b, int{w} e)
     for (int bit = 0; bit < 31; ++bit) {{ r = {pick}; b *= b; e >>= 1; }}
     return r;
 }}"""
-
-
-def _constant(text: str) -> float | None:
-    """The number in a constant's C text, None for anything else."""
-    inner = text.rsplit("(", 1)[-1].rstrip(")").rstrip("f")
-    try:
-        return float(inner) if text.startswith("((") else None
-    except ValueError:
-        return None
 
 
 def _float(value: float) -> str:

@@ -1,0 +1,222 @@
+"""Walking a simplified domain: which of its digits become work groups, work items and sequential loops.
+
+The domain of a point-by-point kernel is walked in the storage order of its lead operand: each mode of the lead is a
+*digit*, largest stride outermost. The innermost digit is walked in vectors where its stride is 1. On a CPU the digits
+are cut so that a work group is one item that walks about ``chunk`` elements; on a GPU every item does one vector and
+neighbouring items neighbouring vectors. C text and nest come from the same indices, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kernels.families.common import decode_c, index_c, largest_divisor
+from kernels.nest import Access, Index, Loop, Term
+from layoutopt.layout import Layout
+
+__all__ = ["Walk", "fat_walk", "thin_walk"]
+
+_THIN_ITEMS = 128
+
+
+@dataclass(frozen=True)
+class _Digit:
+    axis: int
+    weight: int
+    extent: int
+    stride: int
+    outermost: bool
+
+
+@dataclass
+class Walk:
+    """A walk over a domain: loops, and the coordinate of each axis at the start of the innermost vector loop.
+
+    Attributes:
+        shape: the domain.
+        width: vector width along ``axis``.
+        axis: the vector's axis.
+        span: coordinates of ``axis`` that one run of the vector loop covers.
+        grid: group and item loops.
+        seq: sequential loops outside the vector loop.
+        coords: start coordinate per axis.
+        overhang: axes whose coordinate may pass the shape.
+    """
+
+    shape: tuple[int, ...]
+    width: int
+    axis: int
+    span: int
+    grid: list[Loop] = field(default_factory=list)
+    seq: list[Loop] = field(default_factory=list)
+    coords: list[Index] = field(default_factory=list)
+    overhang: set[int] = field(default_factory=set)
+
+    def _add(self, axis: int, name: str, coef: int) -> None:
+        self.coords[axis] = self.coords[axis] + Index(0, (Term(name, coef),))
+
+    # ---- the nest ---------------------------------------------------------------------------------------------
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """Sequential loops of the nest, the vector loop last (absent where it runs once)."""
+        vectors = self.span // self.width
+        return (*self.seq, *([Loop("v", vectors)] if vectors > 1 else []))
+
+    def accesses(self, operand: int, write: bool, shift: Sequence[int] | None = None) -> list[Access]:
+        """What one operand is accessed at: the vectors, and one by one what is left over at the axis' end.
+
+        Where a span may pass the shape, the nest has no separate remainder: its last vector is clipped at the shape,
+        which are the elements that the kernel then does one by one.
+
+        Args:
+            operand: position in the kernel.
+            write: store or load.
+            shift: constant added per axis (a part's place in a concatenation).
+        """
+        moved = [c + s for c, s in zip(self.coords, shift or [0] * len(self.shape), strict=True)]
+        vector = list(moved)
+        if self.span // self.width > 1:
+            vector[self.axis] = vector[self.axis] + Index(0, (Term("v", self.width),))
+        out = [Access(operand, tuple(vector), self.width, self.axis, write)]
+        n, tail = self.shape[self.axis], self.shape[self.axis] % self.width
+        if tail and self.axis not in self.overhang:
+            for t in range(tail):
+                single = list(moved)
+                single[self.axis] = single[self.axis] + (n - tail + t)
+                out.append(Access(operand, tuple(single), 1, 0, write, len(self.seq)))
+        return out
+
+    # ---- the code ---------------------------------------------------------------------------------------------
+
+    def code(self, vector: Callable[[list[str]], str], scalar: Callable[[list[str]], str]) -> str:
+        """C statements of the whole walk.
+
+        Args:
+            vector: statement for a vector at given C coordinates.
+            scalar: statement for one element.
+        """
+        n = self.shape[self.axis]
+        coords = [index_c(c) for c in self.coords]
+        start = coords[self.axis]
+        coords[self.axis] = "c"
+        end = f"min({n}, c+{self.span})" if self.axis in self.overhang else f"c+{min(self.span, n)}"
+        inner = f"int c = {start}; const int end = {end}; "
+        inner += f"for (; c + {self.width} <= end; c += {self.width}) {{ {vector(coords)} }} "
+        if self.width > 1 and (n % self.width or self.span % self.width):
+            inner += f"for (; c < end; ++c) {{ {scalar(coords)} }} "
+        guards = [f"{coords[a]} < {self.shape[a]}" for a in sorted(self.overhang) if a != self.axis]
+        if guards:
+            inner = f"if ({' && '.join(guards)}) {{ {inner}}} "
+        for loop in reversed(self.seq):
+            inner = f"for (int {loop.name} = 0; {loop.name} < {loop.extent}; ++{loop.name}) {{ {inner}}} "
+        return f"{decode_c(self.grid)} {inner}"
+
+
+def _digits(lead: Layout) -> list[_Digit]:
+    out = []
+    for axis, n in enumerate(lead.shape):
+        modes = lead.axis_modes(axis)
+        weight = 1
+        for position, mode in reversed(list(enumerate(modes))):
+            extent = -(-n // weight) if position == 0 else mode.extent
+            out.append(_Digit(axis, weight, extent, mode.stride, position == 0))
+            weight *= mode.extent
+        if not modes:
+            out.append(_Digit(axis, 1, n, 0, True))
+    return sorted(out, key=lambda d: -d.stride)
+
+
+def _start(lead: Layout, width: int) -> tuple[Walk, list[_Digit]] | None:
+    digits = _digits(lead)
+    inner = digits[-1]
+    if width > 1 and (inner.stride != 1 or inner.extent < width or (not inner.outermost and inner.extent % width)):
+        return None
+    walk = Walk(lead.shape, width, inner.axis, inner.extent, coords=[Index()] * lead.rank)
+    return walk, digits
+
+
+def fat_walk(lead: Layout, width: int, chunk: int) -> Walk | None:
+    """One item a group, each walking about ``chunk`` elements in the lead's storage order.
+
+    Returns:
+        None where the lead has no run of ``width`` elements.
+    """
+    started = _start(lead, width)
+    if started is None:
+        return None
+    walk, digits = started
+    done = 1
+    grid: list[Loop] = []
+    seq: list[Loop] = []
+    for position, digit in reversed(list(enumerate(digits))):
+        vectors = position == len(digits) - 1
+        multiple = width if vectors else 1
+        wanted = max(chunk // done, multiple)
+        if digit.extent <= wanted:
+            block = digit.extent
+        elif digit.outermost:
+            blocks = -(-digit.extent // wanted)
+            block = -(-digit.extent // blocks)
+            block = -(-block // multiple) * multiple
+        else:
+            block = largest_divisor(digit.extent, wanted, multiple)
+        blocks = -(-digit.extent // block)
+        if blocks * block * digit.weight > lead.shape[digit.axis] and (blocks > 1 or not digit.outermost):
+            walk.overhang.add(digit.axis)
+        if not digit.outermost or digit.weight > 1:
+            _mark_padding(walk, lead, digit.axis)
+        if blocks > 1:
+            grid.insert(0, Loop(f"g{position}", blocks, "group"))
+            walk._add(digit.axis, f"g{position}", digit.weight * block)
+        if vectors:
+            walk.span = block
+        elif block > 1:
+            seq.insert(0, Loop(f"s{position}", block))
+            walk._add(digit.axis, f"s{position}", digit.weight)
+        done = chunk if blocks > 1 else done * block
+    walk.grid, walk.seq = grid or [Loop("g", 1, "group")], seq
+    return walk
+
+
+def _mark_padding(walk: Walk, lead: Layout, axis: int) -> None:
+    if lead.padded(axis) != lead.shape[axis]:
+        walk.overhang.add(axis)
+
+
+def thin_walk(lead: Layout, width: int) -> Walk | None:
+    """One vector an item, neighbouring items along the lead's storage order.
+
+    Returns:
+        None where the lead has no run of ``width`` elements.
+    """
+    started = _start(lead, width)
+    if started is None:
+        return None
+    walk, digits = started
+    items = 1
+    grid: list[Loop] = []
+    local: list[Loop] = []
+    for position, digit in reversed(list(enumerate(digits))):
+        vectors = position == len(digits) - 1
+        weight = digit.weight * (width if vectors else 1)
+        steps = -(-digit.extent // width) if vectors else digit.extent
+        block = min(steps, max(_THIN_ITEMS // items, 1))
+        if not digit.outermost:
+            block = largest_divisor(steps, block)
+        blocks = -(-steps // block)
+        if blocks * block * weight > lead.shape[digit.axis]:
+            walk.overhang.add(digit.axis)
+        if not digit.outermost or digit.weight > 1:
+            _mark_padding(walk, lead, digit.axis)
+        if blocks > 1:
+            grid.insert(0, Loop(f"g{position}", blocks, "group"))
+            walk._add(digit.axis, f"g{position}", weight * block)
+        if block > 1:
+            local.insert(0, Loop(f"i{position}", block, "item"))
+            walk._add(digit.axis, f"i{position}", weight)
+        items *= block
+    walk.span = width
+    walk.grid = [*(grid or [Loop("g", 1, "group")]), *(local or [Loop("i", 1, "item")])]
+    return walk
