@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
-from math import gcd, prod
+from math import prod
 
 from costmodel.device import CacheLevel
-from kernels.nest import Access, Data, Index, Loop
+from costmodel.spread import Spread, bundles, spread
+from kernels.nest import Access, Loop
 from kernels.spec import DeviceLimits, Kernel, Launch
-from layoutopt.layout import LANES, Layout
+from layoutopt.layout import Layout
 
 __all__ = ["COMPUTE", "FEATURES", "LAUNCH", "MEMORY", "Machine", "features", "transcendentals"]
 
@@ -112,133 +112,17 @@ def transcendentals(kernel: Kernel) -> int:
     return 0
 
 
-# ---- one access -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """Distinct lines per suffix of the enclosing loops (position k: loops k and inwards); stride in bytes per loop."""
-
-    lines: tuple[float, ...]
-    strides: tuple[int, ...]
-
-
-def _axis_digits(layout: Layout, axis: int, pieces: list[tuple[int, int]], item: int) -> list[tuple[int, int]]:
-    """(count, byte stride) of the storage digits that coordinates ``sum of step * [0, count)`` visit on an axis."""
-    extent = layout.shape[axis]
-    merged: list[tuple[int, int]] = []
-    for step, count in sorted(pieces):
-        if count <= 1 or step == 0:
-            continue
-        if merged and step <= merged[-1][0] * merged[-1][1] and step % merged[-1][0] == 0:
-            first, n = merged[-1]
-            merged[-1] = (first, (step * (count - 1)) // first + n)
-        else:
-            merged.append((step, count))
-    modes = layout.axis_modes(axis)
-    out = []
-    for step, count in merged:
-        count = min(count, -(-extent // step))
-        span, weight, left = step * (count - 1) + 1, 1, count
-        for position in range(len(modes) - 1, -1, -1):
-            mode = modes[position]
-            if left <= 1 or span <= weight:
-                break
-            hop = max(step // weight, 1)
-            if position and hop >= mode.extent:
-                n = 1 if hop % mode.extent == 0 else min(mode.extent // gcd(hop, mode.extent), left)
-                hop = gcd(hop, mode.extent)
-            else:
-                n = min(-(-min(mode.extent, -(-span // weight)) // hop), left)
-            if n > 1:
-                out.append((n, hop * mode.stride * _dim_elems(layout, mode.dim) * item))
-                left = -(-left // n)
-            weight *= mode.extent
-    return out
-
-
-def _dim_elems(layout: Layout, dim: int) -> int:
-    if not layout.is_image:
-        return 1
-    return (layout.size[1] * LANES, LANES, 1)[dim]
-
-
-def _lines(digits: list[tuple[int, int]], item: int, line: int) -> float:
-    """Distinct lines under the digits: neighbours closer than a line merge into runs, the rest are separate runs."""
-    run, blocks, grain = item, 1, line
-    for count, stride in sorted(digits, key=lambda d: d[1]):
-        if stride == 0:
-            continue
-        if stride <= max(run, line):
-            run += stride * (count - 1)
-        else:
-            blocks *= count
-            grain = gcd(grain, stride)
-    if grain == line or run <= grain:
-        return blocks * -(-run // line)
-    return blocks * (run + line - grain) / line  # runs that begin anywhere: the expected number of lines
-
-
-@lru_cache(maxsize=1 << 16)
-def _spread(
-    layout: Layout,
-    index: tuple[Index | Data, ...],
-    width: int,
-    axis: int,
-    item: int,
-    line: int,
-    loops: tuple[tuple[str, int], ...],
-) -> _Spread:
-    per_loop: list[list[tuple[int, int, int]]] = []  # (axis, step, count) of each loop
-    random: list[list[tuple[int, int]]] = []  # (count, byte stride) of each loop under a Data index
-    for name, extent in loops:
-        own, jumps = [], []
-        for a, coord in enumerate(index):
-            if isinstance(coord, Data):
-                if any(t.loop == name and t.coef for part in coord.index for t in part.terms):
-                    modes = layout.axis_modes(a)
-                    step = max((m.stride * _dim_elems(layout, m.dim) for m in modes), default=0) * item
-                    jumps.append((min(extent, layout.shape[a]), max(step, line + 1)))
-                continue
-            for t in coord.terms:
-                if t.loop == name:
-                    count = -(-extent // t.div)
-                    own.append((a, abs(t.coef), min(count, t.mod) if t.mod else count))
-        per_loop.append(own)
-        random.append(jumps)
-    lines: list[float] = []
-    pieces: dict[int, list[tuple[int, int]]] = {axis: [(1, width)]} if width > 1 else {}
-    jumped: list[tuple[int, int]] = []
-    for k in range(len(loops), -1, -1):
-        if k < len(loops):
-            for a, step, count in per_loop[k]:
-                pieces.setdefault(a, []).append((step, count))
-            jumped += random[k]
-        if k < len(loops) and not per_loop[k] and not random[k]:
-            lines.append(lines[-1])
-            continue
-        digits = [d for a, own in pieces.items() for d in _axis_digits(layout, a, own, item)]
-        lines.append(_lines(digits + jumped, item, line))
-    strides = []
-    for own, jumps in zip(per_loop, random, strict=True):
-        moves = [stride for _, stride in jumps]
-        for a, step, count in own:
-            moves += [d[1] for d in _axis_digits(layout, a, [(step, count)], item)[:1]]
-        strides.append(max(moves, default=0))
-    return _Spread(tuple(reversed(lines)), tuple(strides))
-
-
 # ---- one launch -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Seen:
-    """An access with its counts."""
+    """A bundle of accesses with its counts."""
 
     operand: int
     write: bool
     depth: int
-    spread: _Spread
+    places: Spread
     strided: bool
 
 
@@ -259,31 +143,31 @@ def _launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> tuple[li
         c["flops"] += phase.flops * inner
         c["flop_slots"] += phase.flops * inner / widest
         seen = []
-        for access in phase.accesses:
+        for bundle in bundles(phase.accesses):
+            access = bundle.access
             layout = kernel.operand_layout(access.operand)
             item = 1 if kernel.operand_dtype(access.operand) == "bool" else 4
             depth = len(extents) if access.depth < 0 else access.depth
             loops = grid + tuple((loop.name, loop.extent) for loop in phase.loops[:depth])
-            spread = _spread(layout, access.index, access.width, access.axis, item, line, loops)
-            runs = groups * items * prod(extents[:depth])
-            moving = [(s, n) for s, (_, n) in zip(spread.strides, loops, strict=True) if s and n > 1][-2:]
-            strided = min((s for s, _ in moving), default=0) > max(line, access.width * item)
-            seen.append(_Seen(alias.get(access.operand, access.operand), access.write, depth, spread, strided))
+            vector = (access.axis, access.width)
+            places = spread(layout, bundle.coords, bundle.offsets, vector, item, line, loops)
+            runs = groups * items * prod(extents[:depth]) * bundle.count
+            moving = [(s, n) for s, (_, n) in zip(places.strides, loops, strict=True) if s and n > 1][-2:]
+            strided = min((s for s, _ in moving), default=0) > max(line, places.lines[-1] * line)
+            seen.append(_Seen(alias.get(access.operand, access.operand), access.write, depth, places, strided))
             _instructions(c, access, layout, runs)
             c["strided"] += runs if strided else 0
             c["conflicts"] += runs if any(s % machine.way_bytes == 0 and n > machine.ways for s, n in moving) else 0
-            if wave > 1:
-                together = _spread(layout, access.index, access.width, access.axis, item, line, wave_loops)
-                c["request_lines"] += runs / wave * together.lines[0]
-            else:
-                c["request_lines"] += runs * spread.lines[-1]
+            once = spread(layout, bundle.coords, (), vector, item, line, wave_loops)
+            c["request_lines"] += runs / wave * once.lines[0]
         phases.append((extents, seen))
+    footprint = _Footprint([extent for _, extent in grid], phases)
     for name, size in zip(("near_bytes", "middle_bytes", "memory_bytes"), machine.sizes_bytes, strict=True):
-        total, jumping = _misses([extent for _, extent in grid], phases, size / line)
+        total, jumping = footprint.misses(size / line)
         c[name] = total * line
         if name == "middle_bytes":
             c["strided_middle_bytes"] = jumping * line
-    c["unique_bytes"] = line * sum(_union((s, 0) for _, accesses in phases for s in accesses).values())
+    c["unique_bytes"] = line * footprint.outer_lines[0]
     c["groups"], c["items"] = groups, groups * items
     out = [value / share for value in c.values()]
     out[0] = 1.0
@@ -313,41 +197,65 @@ def _instructions(c: dict[str, float], access: Access, layout: Layout, runs: int
         c[f"scalar_{way}"] += runs * access.width
 
 
-def _union(seen: Iterable[tuple[_Seen, int]]) -> dict[int, float]:
-    """Lines per operand over (access, position) pairs: accesses of one operand are taken to overlap."""
-    out: dict[int, float] = {}
-    for one, k in seen:
-        lines = one.spread.lines[min(k, len(one.spread.lines) - 1)]
-        if lines > out.get(one.operand, 0.0):
-            out[one.operand] = lines
+Union = dict[int, float]
+"""Lines per operand; accesses of one operand are taken to overlap, so that the largest of them stands for all."""
+
+
+def _union(seen: Iterable[_Seen], k: int) -> Union:
+    out: Union = {}
+    for one in seen:
+        lines = one.places.lines
+        n = lines[k] if k < len(lines) else lines[-1]
+        if n > out.get(one.operand, 0.0):
+            out[one.operand] = n
     return out
 
 
-def _misses(grid: list[int], phases: list[tuple[list[int], list[_Seen]]], capacity: float) -> tuple[float, float]:
-    """Lines that a cache of ``capacity`` lines misses in a launch, stores twice: (all, under strided inner loops)."""
-    g = len(grid)
-    per_item: list[tuple[_Seen, float]] = []
-    for extents, accesses in phases:
-        missed = [s.spread.lines[-1] for s in accesses]
-        for k in range(len(extents) - 1, -1, -1):
-            fits = sum(_union((s, g + k + 1) for s in accesses).values()) <= capacity
-            for i, s in enumerate(accesses):
-                if s.depth > k:
-                    missed[i] = s.spread.lines[g + k] if fits else missed[i] * extents[k]
-        per_item += zip(accesses, missed, strict=True)
-    # From one work item outwards: an operand's accesses in several phases share lines if the item's data fits.
-    everything = [s for s, _ in per_item]
-    best: dict[int, float] = {}
-    fits_item = sum(_union((s, g) for s in everything).values()) <= capacity
-    for s, missed_lines in per_item:
-        before = best.get(s.operand, 0.0)
-        best[s.operand] = max(before, missed_lines) if fits_item else before + missed_lines
-    for k in range(g - 1, -1, -1):
-        if sum(_union((s, k + 1) for s in everything).values()) <= capacity:
-            best = _union((s, k) for s in everything)
-        else:
-            best = {operand: n * grid[k] for operand, n in best.items()}
-    written = {s.operand for s in everything if s.write}
-    jumping = {s.operand for s in everything if s.strided}
-    total = sum(n * (2 if operand in written else 1) for operand, n in best.items())
-    return total, sum(n * (2 if operand in written else 1) for operand, n in best.items() if operand in jumping)
+class _Footprint:
+    """What the iterations of each loop of a launch touch: computed once, asked by every cache.
+
+    Args:
+        grid: extents of the grid's loops.
+        phases: (extents of the phase's loops, its accesses).
+    """
+
+    def __init__(self, grid: list[int], phases: list[tuple[list[int], list[_Seen]]]) -> None:
+        self.grid, self.phases = grid, phases
+        g = len(grid)
+        everything = [s for _, accesses in phases for s in accesses]
+        self.outer = [_union(everything, k) for k in range(g + 1)]
+        self.outer_lines = [sum(u.values()) for u in self.outer]
+        self.inner_lines = [
+            [sum(_union(accesses, g + k + 1).values()) for k in range(len(extents))] for extents, accesses in phases
+        ]
+        self.written = {s.operand for s in everything if s.write}
+        self.jumping = {s.operand for s in everything if s.strided}
+
+    def misses(self, capacity: float) -> tuple[float, float]:
+        """Lines that a cache of ``capacity`` lines misses, stores twice: (all, under strided inner loops)."""
+        best = self._missed(capacity)
+        twice = {operand: n * (2 if operand in self.written else 1) for operand, n in best.items()}
+        return sum(twice.values()), sum(n for operand, n in twice.items() if operand in self.jumping)
+
+    def _missed(self, capacity: float) -> Union:
+        if self.outer_lines[0] <= capacity:
+            return self.outer[0]
+        g = len(self.grid)
+        k = next((k for k in range(g) if self.outer_lines[k + 1] <= capacity), g)
+        best = self.outer[k] if k < g else self._item(capacity)
+        repeats = prod(self.grid[:k])  # of these loops, one iteration overflows the cache: each misses anew
+        return {operand: n * repeats for operand, n in best.items()}
+
+    def _item(self, capacity: float) -> Union:
+        """Misses of one work item whose data overflow the cache: phases and long loops miss anew."""
+        g = len(self.grid)
+        out: Union = {}
+        for (extents, accesses), inner in zip(self.phases, self.inner_lines, strict=True):
+            k = next((k for k in range(len(extents)) if inner[k] <= capacity), len(extents))
+            mine: Union = {}
+            for s in accesses:
+                lines = s.places.lines[g + min(k, s.depth)] * prod(extents[: min(k, s.depth)])
+                mine[s.operand] = max(mine.get(s.operand, 0.0), lines)
+            for operand, n in mine.items():
+                out[operand] = out.get(operand, 0.0) + n
+        return out
