@@ -3,9 +3,9 @@
 Positions are steps of the plan (relayouts and ops, in order). A buffer is alive from the step that makes it to the
 last step that touches it, both included, so that what an op reads and what it writes never share bytes. Parameters,
 optimizer state and constants live for the whole step; inputs are there before it starts; graph outputs stay to its end.
-A copy lives from its relayout to its last reader. Placing is greedy by size, a well-known heuristic for this (dynamic storage
-allocation is NP-hard): the largest first, each in the tightest gap among those alive with it. The bytes alive at the
-fullest step bound every arena from below, so that the result says how far it can be from the best.
+A copy lives from its relayout to its last reader. Placing is greedy by size, a well-known heuristic for this (dynamic
+storage allocation is NP-hard): the largest first, each in the tightest gap among those alive with it. The bytes alive
+at the fullest step bound every arena from below, so that the result says how far it can be from the best.
 """
 
 from __future__ import annotations

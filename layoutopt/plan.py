@@ -72,9 +72,9 @@ class PlannedOp(msgspec.Struct, frozen=True):
 
 
 class PlannedRelayout(msgspec.Struct, frozen=True):
-    """A conversion of ``storage`` from its primary layout to ``Plan.layouts[storage][target]``, just before op ``before``.
+    """A conversion of ``storage`` from its primary layout to ``Plan.layouts[storage][target]``.
 
-    ``bytes_moved`` counts logical elements, read and written.
+    It runs just before op ``before``; ``bytes_moved`` counts logical elements, read and written.
     """
 
     storage: str

@@ -5,28 +5,19 @@ Part of the face: it joins ``kernels`` and ``costmodel`` to the core, and import
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt import strategies
+from layoutopt.assembly import assemble, item_cost
 from layoutopt.candidates import candidates, rules_for
 from layoutopt.check import check
-from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
-from layoutopt.memory import Arena, Buffer, enforce_budget, pack
-from layoutopt.plan import (
-    PLAN_VERSION,
-    ArenaSlot,
-    ItemCost,
-    LayoutDoc,
-    Plan,
-    PlannedOp,
-    PlannedRelayout,
-    SolverReport,
-)
+from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_graph, check_plan
-from layoutopt.pricing import Progress, Tables, build_problem, price_ns
+from layoutopt.pricing import Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
 from layoutopt.solve import solve
 
@@ -34,9 +25,9 @@ if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
     from kernels.spec import DeviceLimits, Kernel
 
-__all__ = ["STRATEGY_NAMES", "assemble", "assign", "plan", "tabulate", "validate"]
+__all__ = ["STRATEGIES", "assign", "plan", "plan_all", "tabulate", "validate"]
 
-STRATEGY_NAMES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
+STRATEGIES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
 """What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
 
 _REDUCTIONS = frozenset(("contraction",))
@@ -80,7 +71,7 @@ def plan(
     Args:
         graph: views folded.
         costs: of the device the plan is for.
-        strategy: one of ``STRATEGY_NAMES``, or ``random:SEED``.
+        strategy: one of ``STRATEGIES``, or ``random:SEED``.
         memory_bytes: the most the arena may take; None for the device's own limit only.
         time_limit_s: for the exact solver.
         progress: told what is going on.
@@ -92,17 +83,43 @@ def plan(
         DeviceError: the arena does not fit the device.
         LayoutOptError: the strategy is not known.
     """
+    check_strategy(strategy)
     if tables is None:
         tables = tabulate(graph, costs, progress=progress)
-    check_strategy(strategy)
     if progress:
-        progress(f"solving ({strategy})", 0, 1)
+        progress(f"solving ({strategy})", 0.9)
     assignment = assign(tables, strategy, time_limit_s)
     if progress:
-        progress(f"solving ({strategy})", 1, 1)
+        progress("placing and validating", 0.95)
     out = assemble(tables, costs, assignment, strategy, memory_bytes, keep)
     validate(out, graph, costs)
+    if progress:
+        progress("planned", 1.0)
     return out
+
+
+def plan_all(
+    graph: TrainingGraph,
+    costs: Costs,
+    names: Sequence[str] = STRATEGIES,
+    memory_bytes: int | None = None,
+    time_limit_s: float = 60.0,
+    progress: Progress | None = None,
+    *,
+    keep: Iterable[str] = (),
+) -> dict[str, Plan]:
+    """A plan per strategy, from one set of tables.
+
+    Raises:
+        InfeasibleError, DeviceError, LayoutOptError: as ``plan``.
+    """
+    for name in names:
+        check_strategy(name)
+    tables = tabulate(graph, costs, progress=progress)
+    kept = tuple(keep)
+    return {
+        name: plan(graph, costs, name, memory_bytes, time_limit_s, progress, tables=tables, keep=kept) for name in names
+    }
 
 
 def check_strategy(strategy: str) -> None:
@@ -111,9 +128,9 @@ def check_strategy(strategy: str) -> None:
     Raises:
         LayoutOptError: there is none; the message lists them.
     """
-    if strategy not in STRATEGY_NAMES and not _seed(strategy):
+    if strategy not in STRATEGIES and not _seed(strategy):
         raise LayoutOptError(
-            f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGY_NAMES)} (or random:SEED for tests)"
+            f"unknown strategy {strategy!r}: choose one of {', '.join(STRATEGIES)} (or random:SEED for tests)"
         )
 
 
@@ -146,8 +163,6 @@ def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignm
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
     """What the exact solver starts from; a strategy that meets a dead end gives nothing."""
-    from layoutopt.errors import InfeasibleError
-
     for name in ("activation", "greedy", "ideal", "rowmajor"):
         try:
             yield assign(tables, name)
@@ -177,169 +192,6 @@ def _is_tiled(layout: Layout) -> bool:
     cut = [axis for axis in range(layout.rank) if len(layout.axis_modes(axis)) > 1]
     inner = {m.axis for m in sorted(layout.modes, key=lambda m: m.stride)[:2]}
     return len(cut) > 1 and len(inner) > 1
-
-
-# ---- from an assignment to a plan -----------------------------------------------------------------------------------
-
-
-def assemble(
-    tables: Tables,
-    costs: Costs,
-    assignment: Assignment,
-    strategy: str,
-    memory_bytes: int | None = None,
-    keep: Iterable[str] = (),
-) -> Plan:
-    """A plan from an assignment: relayouts just before their first reader, and every buffer in the arena.
-
-    Raises:
-        InfeasibleError: the arena does not fit ``memory_bytes``.
-    """
-    graph, problem = tables.graph, tables.problem
-    layouts = {
-        name: tuple(
-            LayoutDoc.of(problem.storages[s].candidates[c]) for c in (assignment.primary[s], *assignment.copies[s])
-        )
-        for s, name in enumerate(tables.names)
-    }
-    builder = _Builder(tables, assignment)
-    for o in range(len(graph.ops)):
-        builder.add(o)
-    arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
-    enforce_budget(arena, memory_bytes, builder.step_names())
-    objective = assignment.cost_ns
-    bound = assignment.bound_ns
-    return Plan(
-        PLAN_VERSION,
-        graph.name,
-        graph.hash,
-        costs.name,
-        costs.hash,
-        layouts,
-        tuple(builder.ops),
-        tuple(builder.relayouts),
-        tuple(builder.steps),
-        arena.size_bytes,
-        _slots(arena),
-        SolverReport(
-            strategy,
-            assignment.method,
-            assignment.status,
-            objective,
-            bound,
-            (objective - bound) / objective if bound and objective else 1.0,
-            assignment.seconds,
-            len(problem.storages),
-            sum(len(node.candidates) for node in problem.storages),
-            sum(len(op.choices) for op in problem.ops),
-        ),
-    )
-
-
-def _slots(arena: Arena) -> tuple[ArenaSlot, ...]:
-    return tuple(
-        ArenaSlot(p.buffer.name, p.offset_bytes, p.buffer.size_bytes, p.buffer.first, p.buffer.last)
-        for p in arena.placed
-    )
-
-
-def _item_cost(cost: Cost) -> ItemCost:
-    parts = (round(cost.compute_ns), round(cost.memory_ns), round(cost.launch_ns))
-    return ItemCost(price_ns(cost), *parts, cost.measured)
-
-
-class _Builder:
-    """Steps, and when each buffer is alive, as ops are added in order."""
-
-    def __init__(self, tables: Tables, assignment: Assignment) -> None:
-        self.tables, self.assignment = tables, assignment
-        self.ops: list[PlannedOp] = []
-        self.relayouts: list[PlannedRelayout] = []
-        self.steps: list[tuple[str, int]] = []
-        self.alive: dict[str, list[int]] = {}
-        self.sizes: dict[str, int] = {}
-        self._made: set[tuple[int, int]] = set()
-
-    def add(self, o: int) -> None:
-        """Op ``o``, after the relayouts that it is the first to need."""
-        from kernels.spec import op_spec
-
-        tables = self.tables
-        op, node = tables.graph.ops[o], tables.problem.ops[o]
-        choice = node.choices[self.assignment.choice[o]]
-        positions = []
-        for s, candidate in zip(node.operands, choice.layouts, strict=True):
-            placed = (self.assignment.primary[s], *self.assignment.copies[s])
-            positions.append(placed.index(candidate))
-            if positions[-1] and (s, candidate) not in self._made:
-                self._relayout(s, candidate, positions[-1], op.name)
-        stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
-        seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
-        found = tables.pricer.best(op_spec(tables.graph, op), tuple(x for x in seen if x is not None))
-        assert found is not None, "a choice comes from a kernel"
-        kernel, cost = found
-        self.steps.append(("op", len(self.ops)))
-        self.ops.append(PlannedOp(op.name, kernel.variant.label, tuple(positions), _item_cost(cost)))
-        for s, position in zip(node.operands, positions, strict=True):
-            self._touch(s, position)
-        self._scratch(op.name, kernel)
-
-    def _relayout(self, s: int, candidate: int, position: int, before: str) -> None:
-        tables = self.tables
-        node = tables.problem.storages[s]
-        storage = tables.graph.storages[node.name]
-        pair = (node.candidates[self.assignment.primary[s]], node.candidates[candidate])
-        found = tables.pricer.relayout(storage.shape, storage.dtype, *pair)
-        assert found is not None, "a copy comes from a kernel"
-        kernel, cost = found
-        elems = tables.graph.tensors[node.name].size_elems * tables.graph.tensors[node.name].item_bytes
-        self._made.add((s, candidate))
-        self.steps.append(("relayout", len(self.relayouts)))
-        self.relayouts.append(
-            PlannedRelayout(node.name, position, before, kernel.variant.label, _item_cost(cost), 2 * elems)
-        )
-        self._touch(s, 0)
-        self._touch(s, position)
-        self._scratch(f"relayout:{node.name}#{position}", kernel)
-
-    def _touch(self, s: int, position: int) -> None:
-        node = self.tables.problem.storages[s]
-        candidate = (self.assignment.primary[s], *self.assignment.copies[s])[position]
-        self._alive(f"{node.name}#{position}", node.sizes_bytes[candidate])
-
-    def _scratch(self, label: str, kernel: Kernel) -> None:
-        for i, workspace in enumerate(kernel.scratch):
-            item_bytes = 1 if workspace.dtype == "bool" else 4
-            self._alive(f"scratch:{label}:{i}", workspace.layout.size_elems * item_bytes)
-
-    def _alive(self, name: str, size_bytes: int) -> None:
-        step = len(self.steps) - 1
-        self.sizes[name] = max(size_bytes, self.sizes.get(name, 0))
-        self.alive.setdefault(name, [step, step])[1] = step
-
-    def buffers(self, keep: Iterable[str] = ()) -> list[Buffer]:
-        """All buffers with their lifetimes; what lives across steps, comes from the host or is kept is stretched."""
-        graph, problem = self.tables.graph, self.tables.problem
-        last = max(len(self.steps) - 1, 0)
-        kept = {graph.storage_of[name] for name in (*graph.outputs, *keep)}
-        for s, node in enumerate(problem.storages):
-            name = f"{node.name}#0"
-            span = self.alive.setdefault(name, [0, 0])
-            self.sizes[name] = node.sizes_bytes[self.assignment.primary[s]]
-            if node.persistent or graph.storages[node.name].role == "input":
-                span[0] = 0
-            if node.persistent or node.name in kept:
-                span[1] = last
-        return [Buffer(name, self.sizes[name], *span) for name, span in self.alive.items()]
-
-    def step_names(self) -> dict[int, str]:
-        """What each step is called in messages."""
-        return {
-            i: self.ops[index].op
-            if kind == "op"
-            else f"relayout:{self.relayouts[index].storage}#{self.relayouts[index].target}"
-            for i, (kind, index) in enumerate(self.steps)
-        }
 
 
 # ---- judging a plan -------------------------------------------------------------------------------------------------
@@ -408,7 +260,7 @@ def _check_device(
         # bind() gives repeated blocks one kernel object: predict it once.
         key = id(bound.kernel)
         if key not in known:
-            known[key] = _item_cost(predict(bound.kernel))
+            known[key] = item_cost(predict(bound.kernel))
         if known[key] != stated:
             raise LayoutOptError(
                 f"the plan predicts {stated.total_ns} ns for {bound.label}, the device model {known[key].total_ns} ns: "

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pricer", "Progress", "Tables", "build_problem", "price_ns"]
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and of how much."""
+Progress = Callable[[str, float], None]
+"""Called with what is being done, and the share of the whole planning that is behind it."""
 
 _LIMIT = 512
 
@@ -147,7 +147,7 @@ def build_problem(
             raise _unserved(graph, op, spec)
         nodes.append(OpNode(op.name, operands, len(op.inputs), shared[key], pinned[op.name]))
         if progress:
-            progress("pricing kernels", done + 1, len(graph.ops))
+            progress("pricing kernels", 0.7 * (done + 1) / len(graph.ops))
     relayouts: dict[tuple[int, int, int], int] = {}
     for s, node in enumerate(storages):
         storage = graph.storages[node.name]
@@ -158,7 +158,7 @@ def build_problem(
             if found:
                 relayouts[s, a, b] = price_ns(found[1])
         if progress:
-            progress("pricing relayouts", s + 1, len(storages))
+            progress("pricing relayouts", 0.7 + 0.2 * (s + 1) / len(storages))
     return Tables(graph, Problem(storages, tuple(nodes), relayouts), names, index, pricer)
 
 

@@ -24,6 +24,7 @@ FACE = {
     f"layoutopt.{name}"
     for name in (
         "__main__",
+        "assembly",
         "bundle",
         "cli",
         "compare",
@@ -33,6 +34,7 @@ FACE = {
         "finetune",
         "models",
         "planner",
+        "pricing",
         "pricing",
         "train",
     )

@@ -1,0 +1,190 @@
+"""From an assignment to a plan: steps in order, relayouts just before their first reader, every buffer in the arena.
+
+Part of the face: specialised kernels tell their workspaces, so it imports ``kernels`` (lazily).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from layoutopt.memory import Arena, Buffer, enforce_budget, pack
+from layoutopt.plan import (
+    PLAN_VERSION,
+    ArenaSlot,
+    ItemCost,
+    LayoutDoc,
+    Plan,
+    PlannedOp,
+    PlannedRelayout,
+    SolverReport,
+)
+from layoutopt.pricing import Tables, price_ns
+from layoutopt.problem import Assignment
+
+if TYPE_CHECKING:
+    from costmodel.cost import Cost, Costs
+    from kernels.spec import Kernel
+
+__all__ = ["assemble", "item_cost"]
+
+
+def assemble(
+    tables: Tables,
+    costs: Costs,
+    assignment: Assignment,
+    strategy: str,
+    memory_bytes: int | None = None,
+    keep: Iterable[str] = (),
+) -> Plan:
+    """A plan from an assignment: relayouts just before their first reader, and every buffer in the arena.
+
+    Raises:
+        InfeasibleError: the arena does not fit ``memory_bytes``.
+    """
+    graph, problem = tables.graph, tables.problem
+    layouts = {
+        name: tuple(
+            LayoutDoc.of(problem.storages[s].candidates[c]) for c in (assignment.primary[s], *assignment.copies[s])
+        )
+        for s, name in enumerate(tables.names)
+    }
+    builder = _Builder(tables, assignment)
+    for o in range(len(graph.ops)):
+        builder.add(o)
+    arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
+    enforce_budget(arena, memory_bytes, builder.step_names())
+    objective = assignment.cost_ns
+    bound = assignment.bound_ns
+    return Plan(
+        PLAN_VERSION,
+        graph.name,
+        graph.hash,
+        costs.name,
+        costs.hash,
+        layouts,
+        tuple(builder.ops),
+        tuple(builder.relayouts),
+        tuple(builder.steps),
+        arena.size_bytes,
+        _slots(arena),
+        SolverReport(
+            strategy,
+            assignment.method,
+            assignment.status,
+            objective,
+            bound,
+            (objective - bound) / objective if bound and objective else 1.0,
+            assignment.seconds,
+            len(problem.storages),
+            sum(len(node.candidates) for node in problem.storages),
+            sum(len(op.choices) for op in problem.ops),
+        ),
+    )
+
+
+def _slots(arena: Arena) -> tuple[ArenaSlot, ...]:
+    return tuple(
+        ArenaSlot(p.buffer.name, p.offset_bytes, p.buffer.size_bytes, p.buffer.first, p.buffer.last)
+        for p in arena.placed
+    )
+
+
+def item_cost(cost: Cost) -> ItemCost:
+    """A prediction as plans hold it: whole nanoseconds."""
+    parts = (round(cost.compute_ns), round(cost.memory_ns), round(cost.launch_ns))
+    return ItemCost(price_ns(cost), *parts, cost.measured)
+
+
+class _Builder:
+    """Steps, and when each buffer is alive, as ops are added in order."""
+
+    def __init__(self, tables: Tables, assignment: Assignment) -> None:
+        self.tables, self.assignment = tables, assignment
+        self.ops: list[PlannedOp] = []
+        self.relayouts: list[PlannedRelayout] = []
+        self.steps: list[tuple[str, int]] = []
+        self.alive: dict[str, list[int]] = {}
+        self.sizes: dict[str, int] = {}
+        self._made: set[tuple[int, int]] = set()
+
+    def add(self, o: int) -> None:
+        """Op ``o``, after the relayouts that it is the first to need."""
+        from kernels.spec import op_spec
+
+        tables = self.tables
+        op, node = tables.graph.ops[o], tables.problem.ops[o]
+        choice = node.choices[self.assignment.choice[o]]
+        positions = []
+        for s, candidate in zip(node.operands, choice.layouts, strict=True):
+            placed = (self.assignment.primary[s], *self.assignment.copies[s])
+            positions.append(placed.index(candidate))
+            if positions[-1] and (s, candidate) not in self._made:
+                self._relayout(s, candidate, positions[-1], op.name)
+        stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
+        seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
+        found = tables.pricer.best(op_spec(tables.graph, op), tuple(x for x in seen if x is not None))
+        assert found is not None, "a choice comes from a kernel"
+        kernel, cost = found
+        self.steps.append(("op", len(self.ops)))
+        self.ops.append(PlannedOp(op.name, kernel.variant.label, tuple(positions), item_cost(cost)))
+        for s, position in zip(node.operands, positions, strict=True):
+            self._touch(s, position)
+        self._scratch(op.name, kernel)
+
+    def _relayout(self, s: int, candidate: int, position: int, before: str) -> None:
+        tables = self.tables
+        node = tables.problem.storages[s]
+        storage = tables.graph.storages[node.name]
+        pair = (node.candidates[self.assignment.primary[s]], node.candidates[candidate])
+        found = tables.pricer.relayout(storage.shape, storage.dtype, *pair)
+        assert found is not None, "a copy comes from a kernel"
+        kernel, cost = found
+        elems = tables.graph.tensors[node.name].size_elems * tables.graph.tensors[node.name].item_bytes
+        self._made.add((s, candidate))
+        self.steps.append(("relayout", len(self.relayouts)))
+        self.relayouts.append(
+            PlannedRelayout(node.name, position, before, kernel.variant.label, item_cost(cost), 2 * elems)
+        )
+        self._touch(s, 0)
+        self._touch(s, position)
+        self._scratch(f"relayout:{node.name}#{position}", kernel)
+
+    def _touch(self, s: int, position: int) -> None:
+        node = self.tables.problem.storages[s]
+        candidate = (self.assignment.primary[s], *self.assignment.copies[s])[position]
+        self._alive(f"{node.name}#{position}", node.sizes_bytes[candidate])
+
+    def _scratch(self, label: str, kernel: Kernel) -> None:
+        for i, workspace in enumerate(kernel.scratch):
+            item_bytes = 1 if workspace.dtype == "bool" else 4
+            self._alive(f"scratch:{label}:{i}", workspace.layout.size_elems * item_bytes)
+
+    def _alive(self, name: str, size_bytes: int) -> None:
+        step = len(self.steps) - 1
+        self.sizes[name] = max(size_bytes, self.sizes.get(name, 0))
+        self.alive.setdefault(name, [step, step])[1] = step
+
+    def buffers(self, keep: Iterable[str] = ()) -> list[Buffer]:
+        """All buffers with their lifetimes; what lives across steps, comes from the host or is kept is stretched."""
+        graph, problem = self.tables.graph, self.tables.problem
+        last = max(len(self.steps) - 1, 0)
+        kept = {graph.storage_of[name] for name in (*graph.outputs, *keep)}
+        for s, node in enumerate(problem.storages):
+            name = f"{node.name}#0"
+            span = self.alive.setdefault(name, [0, 0])
+            self.sizes[name] = node.sizes_bytes[self.assignment.primary[s]]
+            if node.persistent or graph.storages[node.name].role == "input":
+                span[0] = 0
+            if node.persistent or node.name in kept:
+                span[1] = last
+        return [Buffer(name, self.sizes[name], *span) for name, span in self.alive.items()]
+
+    def step_names(self) -> dict[int, str]:
+        """What each step is called in messages."""
+        return {
+            i: self.ops[index].op
+            if kind == "op"
+            else f"relayout:{self.relayouts[index].storage}#{self.relayouts[index].target}"
+            for i, (kind, index) in enumerate(self.steps)
+        }
