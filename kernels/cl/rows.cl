@@ -1,0 +1,279 @@
+// Operations over the rows of matrices [M, K]: a few passes over a row, each reducing it or writing it.
+//
+// An operation is written once as steps over an abstract vector; ORIENT says what that vector is:
+//   ITEM   one work item a row (ROWS rows one after the other), W neighbours along K, remainder by scalars;
+//   COLS   one work item for W neighbouring rows, one K at a time: nothing to reduce across lanes;
+//   GROUP  L work items a row, each a vector of W along K, reduced through local memory.
+// A step is a macro STEP(T, LD, LDK, ST, A): T the vector type, LD(X) loads X[i, j], LDK(G) loads G[j], ST(Y, v) stores
+// Y[i, j], A(sum) names this vector's part of accumulator `sum`. LDM and STM move values of the row, of type ROW_T.
+
+#define ITEM 0
+#define COLS 1
+#define GROUP 2
+#define CAT_(a, b) a##b
+#define CAT(a, b) CAT_(a, b)
+
+#if W == 1
+#define VEC float
+#define LOADV(A) A##_AT
+#define HADD(v) (v)
+#define HMAX(v) (v)
+#else
+#define VEC CAT(float, W)
+#define LOADV(A) CAT(A##_LOAD, W)
+#define HADD(v) CAT(lanesum, W)(v)
+#define HMAX(v) CAT(lanemax, W)(v)
+#endif
+
+static float lanesum2(float2 v) { return v.x + v.y; }
+static float lanesum4(float4 v) { return lanesum2(v.lo + v.hi); }
+static float lanesum8(float8 v) { return lanesum4(v.lo + v.hi); }
+static float lanesum16(float16 v) { return lanesum8(v.lo + v.hi); }
+static float lanemax2(float2 v) { return fmax(v.x, v.y); }
+static float lanemax4(float4 v) { return lanemax2(fmax(v.lo, v.hi)); }
+static float lanemax8(float8 v) { return lanemax4(fmax(v.lo, v.hi)); }
+static float lanemax16(float16 v) { return lanemax8(fmax(v.lo, v.hi)); }
+
+#if W == 1
+#define V_ST(A, v) A##_AT(i, j) = (v)
+#else
+#define V_ST(A, v) CAT(A##_STORE, W)(v, i, j)
+#endif
+#define V_LD(A) LOADV(A)(i, j)
+#define V_ACC(a) a##_v
+#define S_LD(A) A##_AT(i, j)
+#define S_LDK(A) A##_AT(j)
+#define S_ST(A, v) A##_AT(i, j) = (v)
+#define S_ACC(a) a##_s
+
+#if ORIENT == COLS
+#define ROW_T VEC
+#define V_LDK(A) A##_AT(j)
+#define LDM(A) LOADV(A)(i)
+#if W == 1
+#define STM(A, v) A##_AT(i) = (v)
+#else
+#define STM(A, v) CAT(A##_STORE, W)(v, i)
+#endif
+#define OVER_K(STEP) for (int j = 0; j < K; ++j) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) }
+#define ACCUMULATOR(a, start) VEC a##_v = (VEC)(start);
+#define SUM_OF(a) const VEC a = a##_v;
+#define MAX_OF(a) const VEC a = a##_v;
+#define ROWS_BEGIN { const int i = FIRST + (int)get_global_id(0) * W; if (i + W > LAST) return;
+#define ROWS_END }
+
+#else
+#define ROW_T float
+#define V_LDK(A) LOADV(A)(j)
+#define LDM(A) A##_AT(i)
+#define ACCUMULATOR(a, start) VEC a##_v = (VEC)(start); float a##_s = start;
+#if ORIENT == ITEM
+#define STM(A, v) A##_AT(i) = (v)
+#if W == 1
+#define OVER_K(STEP) for (int j = 0; j < K; ++j) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) }
+#else
+#define OVER_K(STEP) \
+    for (int j = 0; j + W <= K; j += W) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) } \
+    for (int j = K / W * W; j < K; ++j) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) }
+#endif
+#define SUM_OF(a) const float a = HADD(a##_v) + a##_s;
+#define MAX_OF(a) const float a = fmax(HMAX(a##_v), a##_s);
+#define ROWS_BEGIN for (int q = 0; q < ROWS; ++q) { const int i = (int)get_group_id(0) * ROWS + q; if (i >= M) break;
+#define ROWS_END }
+#define AFTER_STORES
+#define STM_AT_TARGET(v) DX_AT(i, target) = (v)
+
+#else
+#define STM(A, v) if (lane == 0 && live) A##_AT(i) = (v)
+#define OVER_K(STEP) \
+    for (int j = lane * W; j + W <= end; j += L * W) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) } \
+    if (W > 1) { const int j = K / W * W + lane; if (j < end) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) } }
+#define SUM_OF(a) const float a = across(part, lane, HADD(a##_v) + a##_s, 0);
+#define MAX_OF(a) const float a = across(part, lane, fmax(HMAX(a##_v), a##_s), 1);
+// OpenCL C declares local memory at a kernel's outermost scope: no braces here.
+#define ROWS_BEGIN \
+    __local float parts[ROWS * L]; \
+    const int lane = get_local_id(0) % L; \
+    __local float *part = parts + get_local_id(0) / L * L; \
+    const int slot = (int)get_group_id(0) * ROWS + (int)get_local_id(0) / L; \
+    const int live = slot < M, i = live ? slot : M - 1, end = live ? K : 0;
+#define ROWS_END
+#define AFTER_STORES barrier(CLK_GLOBAL_MEM_FENCE);
+#define STM_AT_TARGET(v) if (lane == 0 && live) DX_AT(i, target) = (v)
+
+static float across(__local float *part, int lane, float x, int maximum)
+{
+    part[lane] = x;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int half_ = L / 2; half_ > 0; half_ /= 2) {
+        if (lane < half_)
+            part[lane] = maximum ? fmax(part[lane], part[lane + half_]) : part[lane] + part[lane + half_];
+        barrier(CLK_LOCAL_MEM_FENCE);
+    }
+    x = part[0];
+    barrier(CLK_LOCAL_MEM_FENCE);
+    return x;
+}
+#endif
+#endif
+
+#if ORIENT == GROUP
+#define ENTRY __kernel __attribute__((reqd_work_group_size(ROWS * L, 1, 1)))
+#else
+#define ENTRY __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
+#endif
+
+#define PEAK(T, LD, LDK, ST, A) A(peak) = fmax(A(peak), LD(X));
+#define EXP_SUM(T, LD, LDK, ST, A) A(sum) += exp(LD(X) - peak);
+
+#ifdef OP_softmax
+#define EXP_Y(T, LD, LDK, ST, A) const T e = exp(LD(X) - peak); A(sum) += e; ST(Y, e);
+#define SCALE_Y(T, LD, LDK, ST, A) const T e = LD(Y) * scale; ST(Y, e);
+ENTRY void softmax(X_ARG, Y_ARG)
+{
+    ROWS_BEGIN
+        ACCUMULATOR(peak, -INFINITY)
+        OVER_K(PEAK)
+        MAX_OF(peak)
+        ACCUMULATOR(sum, 0.0f)
+        OVER_K(EXP_Y)
+        SUM_OF(sum)
+        const ROW_T scale = 1.0f / sum;
+        OVER_K(SCALE_Y)
+    ROWS_END
+}
+#endif
+
+#ifdef OP_softmax_grad
+#define DOT(T, LD, LDK, ST, A) A(dot_) += LD(DY) * LD(Y);
+#define DX_(T, LD, LDK, ST, A) const T d = LD(Y) * (LD(DY) - dot_); ST(DX, d);
+ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
+{
+    ROWS_BEGIN
+        ACCUMULATOR(dot_, 0.0f)
+        OVER_K(DOT)
+        SUM_OF(dot_)
+        OVER_K(DX_)
+    ROWS_END
+}
+#endif
+
+#ifdef OP_log_softmax
+#define LOG_Y(T, LD, LDK, ST, A) const T e = LD(X) - lse; ST(Y, e);
+ENTRY void log_softmax(X_ARG, Y_ARG)
+{
+    ROWS_BEGIN
+        ACCUMULATOR(peak, -INFINITY)
+        OVER_K(PEAK)
+        MAX_OF(peak)
+        ACCUMULATOR(sum, 0.0f)
+        OVER_K(EXP_SUM)
+        SUM_OF(sum)
+        const ROW_T lse = peak + log(sum);
+        OVER_K(LOG_Y)
+    ROWS_END
+}
+#endif
+
+#ifdef OP_log_softmax_grad
+#define DY_SUM(T, LD, LDK, ST, A) A(sum) += LD(DY);
+#define DX_(T, LD, LDK, ST, A) const T d = LD(DY) - exp(LD(Y)) * sum; ST(DX, d);
+ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
+{
+    ROWS_BEGIN
+        ACCUMULATOR(sum, 0.0f)
+        OVER_K(DY_SUM)
+        SUM_OF(sum)
+        OVER_K(DX_)
+    ROWS_END
+}
+#endif
+
+#ifdef OP_layer_norm
+#define X_SUM(T, LD, LDK, ST, A) A(sum) += LD(X);
+// Deviations from the mean, in a pass of their own: the difference of two large sums would cancel.
+#define SQUARES(T, LD, LDK, ST, A) const T d = LD(X) - mean; A(square) += d * d;
+#define NORMAL_Y(T, LD, LDK, ST, A) const T y = (LD(X) - mean) * rstd * LDK(G) + LDK(B); ST(Y, y);
+ENTRY void layer_norm(X_ARG, G_ARG, B_ARG, Y_ARG, MEAN_ARG, RSTD_ARG)
+{
+    ROWS_BEGIN
+        ACCUMULATOR(sum, 0.0f)
+        OVER_K(X_SUM)
+        SUM_OF(sum)
+        const ROW_T mean = sum / (float)K;
+        ACCUMULATOR(square, 0.0f)
+        OVER_K(SQUARES)
+        SUM_OF(square)
+        const ROW_T rstd = 1.0f / sqrt(square / (float)K + EPS);
+        OVER_K(NORMAL_Y)
+        STM(MEAN, mean);
+        STM(RSTD, rstd);
+    ROWS_END
+}
+#endif
+
+#ifdef OP_layer_norm_grad
+#define TWO_SUMS(T, LD, LDK, ST, A) \
+    const T g = LD(DY) * LDK(G); A(sum) += g; A(sum_n) += g * ((LD(X) - mean) * rstd);
+#define DX_(T, LD, LDK, ST, A) \
+    const T g = LD(DY) * LDK(G); \
+    const T d = rstd * (g - mean_g - (LD(X) - mean) * rstd * mean_gn); ST(DX, d);
+ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
+{
+    ROWS_BEGIN
+        const ROW_T mean = LDM(MEAN), rstd = LDM(RSTD);
+        ACCUMULATOR(sum, 0.0f)
+        ACCUMULATOR(sum_n, 0.0f)
+        OVER_K(TWO_SUMS)
+        SUM_OF(sum)
+        SUM_OF(sum_n)
+        const ROW_T mean_g = sum / (float)K, mean_gn = sum_n / (float)K;
+        OVER_K(DX_)
+    ROWS_END
+}
+#endif
+
+#ifdef OP_cross_entropy
+ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
+{
+    ROWS_BEGIN
+        ACCUMULATOR(peak, -INFINITY)
+        OVER_K(PEAK)
+        MAX_OF(peak)
+        ACCUMULATOR(sum, 0.0f)
+        OVER_K(EXP_SUM)
+        SUM_OF(sum)
+        const float lse = peak + log(sum);
+        const int target = TARGET_AT(i);
+        STM(LSE, lse);
+        STM(EACH, target == IGNORE ? 0.0f : lse - X_AT(i, target));
+    ROWS_END
+}
+#endif
+
+#ifdef OP_cross_entropy_grad
+#define DX_(T, LD, LDK, ST, A) const T d = counted ? exp(LD(X) - lse) * scale : (T)(0.0f); ST(DX, d);
+ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
+{
+    ROWS_BEGIN
+        const int target = TARGET_AT(i), counted = target != IGNORE;
+        const float lse = LDM(LSE), scale = DLOSS_AT() / WEIGHT_AT();
+        OVER_K(DX_)
+        AFTER_STORES
+        if (counted) STM_AT_TARGET((exp(X_AT(i, target) - lse) - 1.0f) * scale);
+    ROWS_END
+}
+#endif
+
+#ifdef OP_nll_loss_grad
+#define ZEROS(T, LD, LDK, ST, A) const T d = (T)(0.0f); ST(DX, d);
+ENTRY void nll_loss_grad(DLOSS_ARG, TARGET_ARG, WEIGHT_ARG, DX_ARG)
+{
+    ROWS_BEGIN
+        const int target = TARGET_AT(i);
+        OVER_K(ZEROS)
+        AFTER_STORES
+        if (target != IGNORE) STM_AT_TARGET(-DLOSS_AT() / WEIGHT_AT());
+    ROWS_END
+}
+#endif

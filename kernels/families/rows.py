@@ -1,0 +1,236 @@
+"""Operations over the rows of matrices: softmax, layer norm, their gradients, and the losses' row parts.
+
+Each is a few passes over a row; ``cl/rows.cl`` writes it once for three orientations: ``item`` (one work item a row,
+vector along the row; any layout, by scalars if need be), ``cols`` (one work item for ``v`` neighbouring rows) and, on
+GPUs, ``group`` (a row over ``items`` work items, reduced through local memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kernels.families.common import any_image
+from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
+from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
+from layoutopt.layout import Layout
+
+__all__ = ["ROWS", "RowOp", "Rows", "row_launches", "row_variants"]
+
+_GROUP_ITEMS = 128
+_ITEM, _COLS, _GROUP = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class RowOp:
+    """What a row operation touches.
+
+    Attributes:
+        names: C name of each kernel argument, in the op's operand order; "" for an operand that this launch omits.
+        passes: names per pass over the row, a trailing ``=`` for a store; ``flops`` per element beside.
+        flops: arithmetic of one element in each pass.
+        row_in: vectors [M] and scalars read once a row, before the passes.
+        row_out: vectors [M] written once a row, after them.
+        at_target: names accessed at ``[row, TARGET[row]]`` at the end, ``=`` for a store.
+    """
+
+    names: tuple[str, ...]
+    passes: tuple[tuple[str, ...], ...]
+    flops: tuple[int, ...]
+    row_in: tuple[str, ...] = ()
+    row_out: tuple[str, ...] = ()
+    at_target: tuple[str, ...] = ()
+
+
+OPS = {
+    "softmax": RowOp(("X", "Y"), (("X",), ("X", "Y="), ("Y", "Y=")), (1, 12, 1)),
+    "softmax_grad": RowOp(("DY", "Y", "DX"), (("DY", "Y"), ("Y", "DY", "DX=")), (2, 2)),
+    "log_softmax": RowOp(("X", "Y"), (("X",), ("X",), ("X", "Y=")), (1, 12, 1)),
+    "log_softmax_grad": RowOp(("DY", "Y", "DX"), (("DY",), ("DY", "Y", "DX=")), (1, 12)),
+    "layer_norm": RowOp(
+        ("X", "G", "B", "Y", "MEAN", "RSTD"),
+        (("X",), ("X",), ("X", "G", "B", "Y=")),
+        (1, 3, 4),
+        row_out=("MEAN", "RSTD"),
+    ),
+    "layer_norm_grad": RowOp(
+        ("DY", "X", "MEAN", "RSTD", "G", "DX"),
+        (("DY", "G", "X"), ("DY", "G", "X", "DX=")),
+        (6, 7),
+        row_in=("MEAN", "RSTD"),
+    ),
+}
+_ALONG_K = frozenset({"G", "B"})
+
+
+class Rows:
+    """See the module docstring."""
+
+    name = "rows"
+    kinds = tuple(OPS)
+
+    def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
+        """Orientations and widths for the device's kind."""
+        rows, k = spec.shapes[0]
+        return row_variants(self.name, rows, k, limits)
+
+    def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
+        """None where nobody is contiguous along the variant's vector."""
+        defines = (("EPS", float(spec.attr("eps"))),) if spec.kind == "layer_norm" else ()
+        kernel = Kernel(spec, variant, layouts, ())
+        launches = row_launches(kernel, spec.kind, OPS[spec.kind], defines)
+        return None if launches is None else Kernel(spec, variant, layouts, launches)
+
+
+def row_variants(family: str, rows: int, k: int, limits: DeviceLimits, cols: bool = True) -> list[KernelVariant]:
+    """Variants of a row operation over [rows, k]."""
+    if limits.kind == "gpu":
+        out = []
+        for v in (4, 1):
+            items = 8
+            while items < min(-(-k // v), _GROUP_ITEMS):
+                items *= 2
+            out.append(KernelVariant(family, "group", (("items", items), ("rows", _GROUP_ITEMS // items), ("v", v))))
+        return out + ([KernelVariant(family, "cols", (("items", 64), ("v", 1)))] if cols else [])
+    widths = [*dict.fromkeys([w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)] + [1])]
+    # A work item takes several short rows, so that starting it costs little beside them.
+    per_item = 1
+    while per_item < 8 and per_item * k < 512 and rows // (2 * per_item) >= 4 * limits.compute_units:
+        per_item *= 2
+    out = [KernelVariant(family, "item", (("rows", per_item), ("v", v))) for v in widths]
+    return out + ([KernelVariant(family, "cols", (("items", 1), ("v", v))) for v in widths if v > 1] if cols else [])
+
+
+def row_launches(
+    kernel: Kernel, entry: str, op: RowOp, defines: tuple[tuple[str, str | int | float], ...] = ()
+) -> tuple[Launch, ...] | None:
+    """The launches of a row operation in the variant's orientation, None where its vector fits no operand.
+
+    Args:
+        kernel: the specialisation so far: spec, variant, layouts and scratch are read.
+        entry: kernel function in ``rows.cl``.
+        op: what it touches.
+        defines: the operation's constants.
+    """
+    variant = kernel.variant
+    builder = _Builder(kernel, entry, op, defines)
+    if any_image(kernel.layouts) or builder.k < 1:
+        return None
+    width = variant.param("v")
+    if variant.name == "cols":
+        items = variant.param("items")
+        # One lane a row pays where neighbouring rows are neighbours in memory, as for vectors.
+        if not builder.contiguous(0, max(width, 2)) or builder.m < width:
+            return None
+        whole = builder.m // width * width
+        out = [builder.cols(width, items, 0, whole)]
+        return tuple(out if whole == builder.m else [*out, builder.cols(1, 1, whole, builder.m)])
+    if width > 1 and (builder.k < width or not builder.contiguous(1, width)):
+        return None
+    if variant.name == "item":
+        return (builder.item(width, variant.param("rows")),)
+    return (builder.group(width, variant.param("items"), variant.param("rows")),)
+
+
+class _Builder:
+    """Builds the launches of one row operation: defines for the body, the same accesses for the nest."""
+
+    def __init__(
+        self, kernel: Kernel, entry: str, op: RowOp, defines: tuple[tuple[str, str | int | float], ...]
+    ) -> None:
+        self.kernel, self.entry, self.op, self.defines = kernel, entry, op, defines
+        self.position = {name: i for i, name in enumerate(op.names) if name}
+        self.matrices = [
+            i for name, i in self.position.items() if name not in _ALONG_K and kernel.operand_layout(i).rank == 2
+        ]
+        self.m, self.k = kernel.operand_layout(self.matrices[0]).shape
+
+    def contiguous(self, axis: int, width: int) -> bool:
+        """Whether some matrix has vectors of ``width`` along the axis."""
+        return any(self.kernel.operand_layout(i).vectorizes(axis, width) for i in self.matrices)
+
+    def _launch(self, grid: list[Loop], phases: list[Phase], local: int, groups: int, **sizes: int) -> Launch:
+        operands = tuple(self.position.items())
+        constants = (("M", self.m), ("K", self.k), *sizes.items(), (f"OP_{self.entry}", 1), *self.defines)
+        nest = Nest(tuple(grid), tuple(phases))
+        return Launch("rows.cl", self.entry, operands, nest, (groups * local,), (local,), constants)
+
+    def _access(self, name: str, row: Index, column: Index, width: int, axis: int) -> Access:
+        """One operand of a pass: a matrix at [row, column], or a vector along k at [column]."""
+        position = self.position[name.rstrip("=")]
+        if name in _ALONG_K:
+            return Access(position, (column,), width if axis == 1 else 1, 0)
+        return Access(position, (row, column), width, axis, name.endswith("="))
+
+    def _row_phase(self, names: tuple[str, ...], row: Index, width: int, write: bool) -> Iterator[Phase]:
+        accesses = []
+        for name in names:
+            position = self.position[name]
+            scalar = self.kernel.operand_layout(position).rank == 0
+            accesses.append(Access(position, () if scalar else (row,), 1 if scalar else width, 0, write))
+        if accesses:
+            yield Phase((), tuple(accesses))
+
+    def _row(self, row: Index, lanes: int, passes: Iterator[Phase]) -> Iterator[Phase]:
+        yield from self._row_phase(self.op.row_in, row, lanes, False)
+        yield from passes
+        if self.op.at_target:
+            target = Data(self.position["TARGET"], (row,))
+            accesses = [
+                Access(self.position[n.rstrip("=")], (row, target), write=n.endswith("=")) for n in self.op.at_target
+            ]
+            yield Phase((), tuple(accesses))
+        yield from self._row_phase(self.op.row_out, row, lanes, True)
+
+    def item(self, width: int, rows: int) -> Launch:
+        """One work item for ``rows`` rows, vectors along k."""
+        groups = -(-self.m // rows)
+        phases: list[Phase] = []
+        vectors, tail = (self.k // width, self.k % width) if width > 1 else (self.k, 0)
+
+        def passes(row: Index) -> Iterator[Phase]:
+            for names, flops in zip(self.op.passes, self.op.flops, strict=True):
+                column = Index(0, (Term("j", width),))
+                body = tuple(self._access(n, row, column, width, 1) for n in names)
+                yield Phase((Loop("j", vectors),), body, flops * width)
+                if tail:
+                    rest = Index(self.k - tail, (Term("j"),))
+                    yield Phase((Loop("j", tail),), tuple(self._access(n, row, rest, 1, 1) for n in names), flops)
+
+        for q in range(rows):
+            row = Index(q, (Term("g", rows),))
+            phases += self._row(row, 1, passes(row))
+        grid = [Loop("g", groups, "group")]
+        return self._launch(grid, phases, 1, groups, ORIENT=_ITEM, W=width, ROWS=rows, ITEMS=1)
+
+    def cols(self, width: int, items: int, first: int, last: int) -> Launch:
+        """One work item for ``width`` neighbouring rows, from row ``first`` to ``last``."""
+        groups = -(-(last - first) // (width * items))
+        row = Index(first, (Term("g", width * items), Term("t", width)))
+        column = Index(0, (Term("j"),))
+        passes = (
+            Phase((Loop("j", self.k),), tuple(self._access(n, row, column, width, 0) for n in names), flops * width)
+            for names, flops in zip(self.op.passes, self.op.flops, strict=True)
+        )
+        grid = [Loop("g", groups, "group"), Loop("t", items, "item")]
+        phases = list(self._row(row, width, passes))
+        sizes = {"ORIENT": _COLS, "W": width, "FIRST": first, "LAST": last, "ITEMS": items}
+        return self._launch(grid, phases, items, groups, **sizes)
+
+    def group(self, width: int, lanes: int, rows: int) -> Launch:
+        """``rows`` rows a work group, ``lanes`` work items a row (a power of two)."""
+        groups = -(-self.m // rows)
+        row = Index(0, (Term("g", rows), Term("r")))
+        column = Index(0, (Term("t", width), Term("j", width * lanes)))
+        steps = -(-self.k // (width * lanes))
+        passes = (
+            Phase((Loop("j", steps),), tuple(self._access(n, row, column, width, 1) for n in names), flops * width)
+            for names, flops in zip(self.op.passes, self.op.flops, strict=True)
+        )
+        grid = [Loop("g", groups, "group"), Loop("r", rows, "item"), Loop("t", lanes, "item")]
+        phases = list(self._row(row, 1, passes))
+        sizes = {"ORIENT": _GROUP, "W": width, "ROWS": rows, "L": lanes}
+        return self._launch(grid, phases, rows * lanes, groups, **sizes)
+
+
+ROWS = Rows()
