@@ -78,8 +78,8 @@ class Executor:
         self._buffers = {
             slot.name: runtime.region(self._arena, slot.offset_bytes, slot.size_bytes) for slot in plan.arena
         }
-        self._sources: dict[tuple[str, int], str] = {}
         self.steps = bind(graph, plan, self.limits)
+        self._sources = self._specialise()
         self._step_calls = [self._prepare(step) for step in self.steps]
         self._calls = [call for calls in self._step_calls for call in calls]
         wanted, self._forward_inputs = self._forward_part()
@@ -157,9 +157,20 @@ class Executor:
 
     # ---- building ---------------------------------------------------------------------------------------------------
 
+    def _specialise(self) -> dict[tuple[str, int], str]:
+        """The source of every launch by (kernel's key, position), built in one go."""
+        kernels = {step.kernel.key: step.kernel for step in self.steps}
+        sources = {
+            (key, i): program_source(kernel, launch)
+            for key, kernel in kernels.items()
+            for i, launch in enumerate(kernel.launches)
+        }
+        self.runtime.prepare((source, kernels[key].variant.label) for (key, _), source in sources.items())
+        return sources
+
     def _prepare(self, step: BoundStep) -> tuple[Call, ...]:
         """The step's launches, each a kernel object of its own with its arguments set."""
-        kernel, label = step.kernel, step.kernel.variant.label
+        kernel = step.kernel
         buffers = []
         for position, name in enumerate(step.slots):
             need = kernel.buffer_layout(position).size_elems * STORAGE_DTYPES[kernel.operand_dtype(position)].itemsize
@@ -169,9 +180,7 @@ class Executor:
             buffers.append(self._buffers[name])
         calls = []
         for i, launch in enumerate(kernel.launches):
-            if (kernel.key, i) not in self._sources:
-                self._sources[kernel.key, i] = program_source(kernel, launch)
-            call = self.runtime.kernel(self._sources[kernel.key, i], launch.entry, f"{label} of {step.label}")
+            call = self.runtime.kernel(self._sources[kernel.key, i], launch.entry, kernel.variant.label)
             call.set_args(*(buffers[position] for _, position in launch.operands))
             calls.append((call, launch.global_size, launch.local_size))
         return tuple(calls)

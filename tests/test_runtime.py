@@ -58,14 +58,45 @@ def test_build_run_and_read_back(rt: Runtime) -> None:
     assert event.profile.end >= event.profile.start
 
 
-def test_equal_sources_are_built_once(rt: Runtime) -> None:
-    assert rt.build(DOUBLE, "a") is rt.build(DOUBLE, "b")
-    assert rt.build(DOUBLE, "a") is not rt.build(DOUBLE + "\n", "a")
+def counted_compilations(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    compiled: list[str] = []
+    compile_ = rt._compile
+    monkeypatch.setattr(rt, "_compile", lambda source: compiled.append(source) or compile_(source))
+    return compiled
+
+
+def test_equal_sources_are_built_once(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = counted_compilations(rt, monkeypatch)
+    for _ in range(3):
+        rt.kernel(DOUBLE, "twice", "test.twice()")
+    assert compiled == [DOUBLE]
+
+
+def test_many_programs_are_built_as_one(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = counted_compilations(rt, monkeypatch)
+    sources = [f"#define FACTOR {i}\n" + DOUBLE.replace("2.0f", "FACTOR") for i in range(5)]
+    rt.prepare([(source, f"test.times({i})") for i, source in enumerate(sources)])
+    x = np.arange(8, dtype=np.float32)
+    source, target = rt.allocate(x.nbytes), rt.allocate(x.nbytes)
+    rt.upload(source, x)
+    for factor, text in enumerate(sources):
+        kernel = rt.kernel(text, "twice", "test.times()")
+        kernel.set_args(source, target)
+        rt.enqueue([(kernel, (8,), (1,))])
+        assert np.array_equal(rt.download(target, np.empty_like(x)), factor * x)
+    assert len(compiled) == 1
+
+
+def test_one_bad_program_among_many_is_named(rt: Runtime) -> None:
+    bad = DOUBLE.replace("x[i]", "undeclared_thing")
+    with pytest.raises(DeviceError, match=r"kernel test\.bad\(\) does not build") as caught:
+        rt.prepare([(DOUBLE, "test.good()"), (bad, "test.bad()")])
+    assert "undeclared_thing" in caught.value.build_log
 
 
 def test_build_failure_names_variant_and_keeps_log(rt: Runtime) -> None:
     with pytest.raises(DeviceError, match=r"contraction\.outer\(mr=8\) does not build") as caught:
-        rt.build("__kernel void f(__global float* x) { x[0] = undeclared_thing; }", "contraction.outer(mr=8)")
+        rt.kernel("__kernel void f(__global float* x) { x[0] = undeclared_thing; }", "f", "contraction.outer(mr=8)")
     assert "undeclared_thing" in caught.value.build_log
 
 
@@ -75,7 +106,9 @@ def test_missing_entry_is_an_error(rt: Runtime) -> None:
 
 
 def test_dump_writes_every_source(rt: Runtime, tmp_path: Path) -> None:
-    Runtime(rt.info, dump=tmp_path / "cl").build(DOUBLE, "contraction.outer(mr=8,v=16)")
+    dumping = Runtime(rt.info, dump=tmp_path / "cl")
+    dumping.prepare([(DOUBLE, "contraction.outer(mr=8,v=16)")])
+    dumping.kernel(DOUBLE, "twice", "contraction.outer(mr=8,v=16)")
     (file,) = (tmp_path / "cl").iterdir()
     assert file.read_text() == DOUBLE
     assert file.name.startswith("contraction.outer_mr=8,v=16")
