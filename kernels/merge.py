@@ -76,7 +76,7 @@ def mergeable(source: str) -> bool:
 
 
 def merged(sources: Sequence[str]) -> str:
-    """One program of several sources, all ``mergeable``: function ``f`` of source ``i`` is ``f + section_suffix(i)``."""
+    """One program of ``mergeable`` sources: function ``f`` of source ``i`` is called ``f + section_suffix(i)``."""
     parts = []
     for position, source in enumerate(sources):
         names = _functions(source) or []

@@ -222,7 +222,7 @@ def naive_plan(
     Args:
         graph: any graph of folded views.
         limits: of the device that it will run on.
-        pick_layout: a storage's primary layout; inputs and graph outputs, which the host handles, are row-major anyway.
+        pick_layout: a storage's primary layout (of inputs and outputs too: the executor packs whatever it is told).
         pick_kernel: one of the kernels that accept the layouts.
         relayouts_share: part of the inputs to relay out although a kernel might read them as they are.
         reuse: let storages share memory when their lives do not meet; otherwise every storage has its own.
@@ -231,11 +231,7 @@ def naive_plan(
     Raises:
         GraphError: some op has no kernel even in row-major layouts.
     """
-    host = {graph.storage_of[name] for name in graph.outputs}
-    primary = {
-        name: row_major(node) if node.role == "input" or name in host else pick_layout(node)
-        for name, node in graph.storages.items()
-    }
+    primary = {name: pick_layout(node) for name, node in graph.storages.items()}
     builder = _Builder(graph, limits, pick_kernel, primary, relayouts_share)
     while True:
         try:
