@@ -53,7 +53,7 @@ FEATURES = LAUNCH + COMPUTE + MEMORY
 - vector_*, scalar_*: instructions; an access that is not contiguous along its vector is one scalar access a lane.
 - request_lines: distinct lines per request (a wave's on a GPU, a work item's on a CPU), summed.
 - strided: executions that no sequential stream serves: the nearest two loops that move them stride over lines.
-- conflicts: executions under a loop longer than the nearest cache's ways whose stride is a multiple of its way.
+- conflicts: executions whose nearest moving loop longer than the near cache's ways strides by multiples of its way.
 - near_bytes, middle_bytes, memory_bytes: line traffic that the first, second and last cache miss; a store counts twice
   (fetched, written back). strided_middle_bytes: the part of middle_bytes under a strided innermost loop.
 - unique_bytes: lines of all operands.
@@ -157,7 +157,8 @@ def _launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> tuple[li
             seen.append(_Seen(alias.get(access.operand, access.operand), access.write, depth, places, strided))
             _instructions(c, access, layout, runs)
             c["strided"] += runs if strided else 0
-            c["conflicts"] += runs if any(s % machine.way_bytes == 0 and n > machine.ways for s, n in moving) else 0
+            long = [s for s, n in moving if n > machine.ways][-1:]
+            c["conflicts"] += runs if long and long[0] % machine.way_bytes == 0 else 0
             once = spread(layout, bundle.coords, (), vector, item, line, wave_loops)
             c["request_lines"] += runs / wave * once.lines[0]
         phases.append((extents, seen))

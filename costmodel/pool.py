@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations
 from math import exp, prod
 
 import numpy as np
@@ -13,17 +13,19 @@ import numpy as np
 from costmodel.device import FamilyFit
 from costmodel.features import FEATURES, Machine, features
 from costmodel.fit import levels, predicted_ns
-from costmodel.microbench import designed_pairs, layout_choices
+from costmodel.microbench import designed_pairs
 from costmodel.model import CostModel
 from kernels.bind import relayout_spec
 from kernels.spec import DeviceLimits, Kernel, OpSpec, op_spec
 from kernels.variants import families, kernels_for
-from layoutopt.graph import TrainingGraph
+from layoutopt.candidates import candidates, rules_for, seen_through
+from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
+from layoutopt.view import View
 
 __all__ = ["Candidate", "Pool", "graph_pairs", "pool_of"]
 
-PAIRS_PER_SPEC = 24
+PAIRS_PER_SPEC = 64
 NEAR_BEST = 0.4
 """A kernel this much slower than the best of its op (as a share) counts 1/e of it."""
 
@@ -137,70 +139,66 @@ def pool_of(
 
 
 def graph_pairs(graphs: Sequence[TrainingGraph], limits: DeviceLimits, seed: int) -> Iterator[tuple[Pair, float]]:
-    """(spec, layouts) pairs of the graphs' ops and relayouts, with how often a step has the op.
+    """(spec, layouts) pairs that a planner prices for the graphs, with how often a step has the op.
 
-    The heaviest ops come first within each round; every round gives each op one more combination of layouts.
+    In rounds: every op gets one more tuple of layouts in each, the heaviest ops first. Row-major comes first, then
+    tuples that are uniform, then those that differ from row-major in one operand, then random ones.
     """
     rng = random.Random(seed)
     served = {kind for family in families() for kind in family.kinds}
-    combos: dict[OpSpec, dict[tuple[Layout, ...], None]] = {}
+    tuples: dict[OpSpec, dict[tuple[Layout, ...], None]] = {}
     count: dict[OpSpec, int] = {}
     for graph in graphs:
-        choices = {name: _storage_choices(s.shape, rng) for name, s in graph.storages.items()}
+        choices = candidates(graph, rules_for(limits.kind, limits.simd_width))
         for op in graph.ops:
             spec = op_spec(graph, op)
             if spec.kind not in served:
                 continue
             count[spec] = count.get(spec, 0) + 1
-            mine = combos.setdefault(spec, {})
-            stored = [choices[graph.storage_of[o.tensor]] for o in op.operands]
-            for combo in _some(stored, rng):
-                views = tuple(o.view.layout(layout) for o, layout in zip(op.operands, combo, strict=True))
-                if len(mine) < PAIRS_PER_SPEC and all(view is not None for view in views):
-                    mine[views] = None  # type: ignore[index]
+            mine = tuples.setdefault(spec, {})
+            if len(mine) < PAIRS_PER_SPEC:
+                for views in _op_tuples(graph, op, choices, rng):
+                    mine[views] = None
         if "pointwise" in served:
-            _relayouts(graph, choices, combos, count, rng)
-    order = sorted(combos, key=lambda s: -count[s] * max(prod(shape) for shape in s.shapes))
+            for name, storage in graph.storages.items():
+                spec = relayout_spec(storage.shape, storage.dtype)
+                pairs = list(permutations(choices[name], 2))
+                if pairs:
+                    count[spec] = count.get(spec, 0) + 1
+                    tuples.setdefault(spec, {}).update(dict.fromkeys(rng.sample(pairs, len(pairs))))
+    order = sorted(tuples, key=lambda s: -count[s] * max(prod(shape) for shape in s.shapes))
     for number in range(PAIRS_PER_SPEC):
         for spec in order:
-            layouts = list(combos[spec])
+            layouts = list(tuples[spec])
             if number < len(layouts):
                 yield (spec, layouts[number]), float(count[spec])
 
 
-def _storage_choices(shape: tuple[int, ...], rng: random.Random) -> list[Layout]:
-    out = [Layout.row_major(shape)]
-    for _ in range(6):
-        layout = layout_choices(shape, rng)
-        if layout not in out:
-            out.append(layout)
-    return out
-
-
-def _some(stored: list[list[Layout]], rng: random.Random) -> Iterator[tuple[Layout, ...]]:
-    """All combinations where they are few, else the first of each, then random ones."""
-    if prod(len(c) for c in stored) <= 2 * PAIRS_PER_SPEC:
-        yield from product(*stored)
+def _op_tuples(
+    graph: TrainingGraph, op: Op, choices: Mapping[str, tuple[Layout, ...]], rng: random.Random
+) -> Iterator[tuple[Layout, ...]]:
+    """Tuples of the layouts that an op may see; an in-place pair and one storage read twice have one layout."""
+    slots: dict[tuple[str, View], list[int]] = {}
+    updated = {len(op.inputs) + out: inp for out, inp in op.inplace}
+    for k in range(len(op.operands)):
+        operand = op.operands[updated.get(k, k)]
+        slots.setdefault((graph.storage_of[operand.tensor], operand.view), []).append(k)
+    seen: list[list[Layout]] = []
+    for storage, view in slots:
+        seen.append([x for layout in choices[storage] if (x := seen_through(view, layout)) is not None])
+    if not all(seen):
         return
-    yield tuple(c[0] for c in stored)
-    for _ in range(2 * PAIRS_PER_SPEC):
-        yield tuple(rng.choice(c) for c in stored)
+    place = {k: i for i, members in enumerate(slots.values()) for k in members}
 
+    def operands(picks: Sequence[Layout]) -> tuple[Layout, ...]:
+        return tuple(picks[place[k]] for k in range(len(op.operands)))
 
-def _relayouts(
-    graph: TrainingGraph,
-    choices: dict[str, list[Layout]],
-    combos: dict[OpSpec, dict[tuple[Layout, ...], None]],
-    count: dict[OpSpec, int],
-    rng: random.Random,
-) -> None:
-    for name, storage in graph.storages.items():
-        if len(choices[name]) < 2 or storage.dtype != "float32":
-            continue
-        spec = relayout_spec(storage.shape, storage.dtype)
-        count[spec] = count.get(spec, 0) + 1
-        mine = combos.setdefault(spec, {})
-        for _ in range(3):
-            a, b = rng.sample(choices[name], 2)
-            if len(mine) < PAIRS_PER_SPEC:
-                mine[a, b] = None
+    plain = [options[0] for options in seen]
+    yield operands(plain)
+    for layout in dict.fromkeys(x for options in seen for x in options):
+        yield operands([layout if layout in options else options[0] for options in seen])
+    for i, options in enumerate(seen):
+        for layout in options[1:]:
+            yield operands([*plain[:i], layout, *plain[i + 1 :]])
+    for _ in range(PAIRS_PER_SPEC):
+        yield operands([rng.choice(options) for options in seen])
