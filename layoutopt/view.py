@@ -147,4 +147,3 @@ def _step_shape(step: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
     if not 0 <= axis < len(shape) or stride < 1 or not 0 <= start < stop <= shape[axis]:
         raise GraphError(f"view slice {start}:{stop}:{stride} of axis {axis} does not fit shape {shape}")
     return (*shape[:axis], -(-(stop - start) // stride), *shape[axis + 1 :])
-
