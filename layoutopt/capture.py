@@ -1,13 +1,12 @@
 """Capturing a training step of a torch module as a TrainingGraph.
 
-``torch.export`` (non-strict) records the forward pass and the loss; running that recording under autograd and ``make_fx``
-on fake tensors gives one ATen graph with the backward pass, in which every node knows the module it came from; what is
-known at capture is calculated; the rest is translated by ``layoutopt.aten``. No weight is ever computed with.
+``torch.export`` (non-strict) records the forward pass and the loss; running that recording under autograd and
+``make_fx`` on fake tensors gives one ATen graph with the backward pass, in which every node knows the module it came
+from; what is known at capture is calculated; the rest is translated by ``layoutopt.aten``. No weight is computed with.
 """
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,10 +19,10 @@ from torch._decomp import core_aten_decompositions
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from layoutopt import aten, capture_index  # noqa: F401  (capture_index registers its rules)
-from layoutopt.capture_build import Const, Context, GraphBuilder, Value
+from layoutopt.capture_build import GraphBuilder
+from layoutopt.capture_translate import Joint, graph_dtype, translate_joint
 from layoutopt.errors import GraphError
-from layoutopt.graph import Phase, TrainingGraph
+from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import Optimizer, append_updates, optimizer_meta
 
 __all__ = ["capture"]
@@ -31,15 +30,15 @@ __all__ = ["capture"]
 Batch = Mapping[str, torch.Tensor] | tuple[torch.Tensor, ...]
 LossFn = Callable[[nn.Module, Any], tuple[torch.Tensor, Any]]
 
-_KEPT = (
-    "native_layer_norm_backward embedding_dense_backward nll_loss_forward nll_loss_backward gelu_backward "
-    "tanh_backward sigmoid_backward silu silu_backward threshold_backward select_backward slice_backward "
-    "select_scatter _softmax_backward_data _log_softmax_backward_data baddbmm square"
-).split()
+_KEPT = {
+    *("native_layer_norm_backward", "_softmax_backward_data", "_log_softmax_backward_data"),
+    *("nll_loss_forward", "nll_loss_backward", "embedding_dense_backward"),
+    *("gelu_backward", "tanh_backward", "sigmoid_backward", "silu", "silu_backward", "threshold_backward", "square"),
+    *("select_backward", "slice_backward", "select_scatter", "baddbmm"),
+}
 """ATen ops that the graph's kinds express whole, so that torch need not take them apart."""
 
 _FILLS = ("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full", "new_zeros", "new_ones")
-_DTYPES = {"float32": "float32", "int64": "int32", "int32": "int32", "int16": "int32", "uint8": "int32", "bool": "bool"}
 _MAX_FOLDED_ELEMS = 1 << 24
 
 
@@ -80,20 +79,20 @@ def capture(
         if not isinstance(tensor, torch.Tensor):
             raise GraphError(f"batch entry {key!r} is a {type(tensor).__name__}, expected a tensor")
     inits = _initial_rules(module)
-    traced = _Trace(module, keys, tensors, loss, isinstance(batch, Mapping))
+    joint = _trace(module, keys, tensors, loss, isinstance(batch, Mapping))
     b = GraphBuilder()
-    outputs = _translate(b, traced, inits)
-    gradients = {p: g for p, g in outputs.gradients.items() if g is not None}
+    found = translate_joint(b, joint, inits, _fold)
+    gradients = {p: g for p, g in found.items() if g is not None}
     if optimizer is not None:
         append_updates(b, optimizer, gradients)
-    kept = (*outputs.names, *(gradients.values() if keep_grads or optimizer is None else ()))
+    kept = ("loss", *joint.outputs, *(gradients.values() if keep_grads or optimizer is None else ()))
     b.prune(kept)
     info = {
         "model": type(module).__name__,
-        "batch": {k: {"shape": list(t.shape), "dtype": _dtype(t, k)} for k, t in zip(keys, tensors, strict=True)},
+        "batch": {k: {"shape": list(t.shape), "dtype": graph_dtype(t, k)} for k, t in zip(keys, tensors, strict=True)},
         "optimizer": optimizer_meta(optimizer),
-        "dropout_set_to_zero": traced.dropouts,
-        "without_gradient": [p for p, g in outputs.gradients.items() if g is None],
+        "dropout_set_to_zero": joint.dropouts,
+        "without_gradient": [p for p, g in found.items() if g is None],
         "versions": {"torch": torch.__version__},
         **(meta or {}),
     }
@@ -110,7 +109,7 @@ class _Step(nn.Module):
         super().__init__()
         self.model, self._keys, self._loss, self._named = model, keys, loss, named
         # Not a list: torch.export puts lists and dicts among a module's attributes back as they were.
-        self.report = _Outputs()
+        self.report = Joint()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch: Any = dict(zip(self._keys, tensors, strict=True)) if self._named else tensors
@@ -130,96 +129,77 @@ class _Step(nn.Module):
             result = {f"output_{i}": r for i, r in enumerate(result)}
         if value.numel() != 1:
             raise GraphError(f"the loss has shape {tuple(value.shape)}, expected a scalar")
-        self.report.names = list(result)
+        self.report.outputs = list(result)
         return (value.reshape(()), *(r.detach() for r in result.values()))
 
 
-class _Trace:
-    """The joint ATen graph of a step: ``graph``, with its inputs by position.
+def _trace(module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss: LossFn | None, named: bool) -> Joint:
+    """The joint ATen graph of a step."""
+    found = Joint(shapes={n: tuple(p.shape) for n, p in module.named_parameters()})
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    step = _Step(module, keys, loss, named)
+    with _prepared(module, mode) as found.dropouts, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about its own deprecated pieces
+        with mode:
+            example = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors)
+        names = {id(p): n for n, p in module.named_parameters()}
+        by_path = {f"model.{n}": names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
+        frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
+        exported = torch.export.export(step, example, strict=False).run_decompositions({})
+    found.outputs = step.report.outputs
+    flat, first = _bind(found, exported, keys, by_path, mode)
+    found.trainable = [n for n in dict.fromkeys(found.parameters.values()) if n not in frozen]
+    for name in found.trainable:
+        flat[first[name]].requires_grad_()
+    recording = exported.graph_module
+    _annotate(recording.graph, type(module).__name__)
 
-    Attributes:
-        graph: fx graph that returns the loss, the outputs, then one gradient (or None) per name in ``trainable``.
-        inputs: batch entry by position in the graph's placeholders.
-        parameters: parameter name by position.
-        constants: known tensor by position (buffers).
-        shapes: of the parameters, by name.
-    """
+    def joint(*values: torch.Tensor) -> tuple[Any, ...]:
+        # A tied parameter is one leaf, whatever number of names it is read under.
+        full = [values[first[found.parameters[i]]] if i in found.parameters else v for i, v in enumerate(values)]
+        with fx_traceback.preserve_node_meta():
+            value, *outs = _Sourced(recording).run(*full)
+            if not value.requires_grad:
+                raise GraphError(f"the loss of {type(module).__name__} does not depend on any trainable parameter")
+            wanted = [values[first[n]] for n in found.trainable]
+            grads = torch.autograd.grad(value, wanted, allow_unused=True)
+        return (value, *outs, *grads)
 
-    def __init__(
-        self, module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss: LossFn | None, named: bool
-    ) -> None:
-        self.inputs: dict[int, str] = {}
-        self.parameters: dict[int, str] = {}
-        self.constants: dict[int, torch.Tensor] = {}
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        step = _Step(module, keys, loss, named)
-        with _prepared(module, mode) as self.dropouts, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about its own deprecated pieces
-            with mode:
-                example = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors)
-            names = {id(p): n for n, p in module.named_parameters()}
-            by_path = {f"model.{n}": names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
-            frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
-            exported = torch.export.export(step, example, strict=False).run_decompositions({})
-        self.outputs = step.report.names
-        self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
-        flat, first = self._bind(exported, keys, by_path, mode)
-        self.trainable = [n for n in dict.fromkeys(self.parameters.values()) if n not in frozen]
-        leaves = [flat[first[n]] for n in self.trainable]
-        for leaf in leaves:
-            leaf.requires_grad_()
-        recording = exported.graph_module
-        _annotate(recording.graph, type(module).__name__)
+    table = {k: v for k, v in core_aten_decompositions().items() if str(k).split(".")[1] not in _KEPT}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found.graph = make_fx(joint, decomposition_table=table)(*flat).graph
+    return found
 
-        def joint(*values: torch.Tensor) -> tuple[Any, ...]:
-            # A tied parameter is one leaf, whatever number of names it is read under.
-            full = [values[first[self.parameters[i]]] if i in self.parameters else v for i, v in enumerate(values)]
-            with fx_traceback.preserve_node_meta():
-                value, *outs = _Sourced(recording).run(*full)
-                wanted = [values[first[n]] for n in self.trainable]
-                grads = torch.autograd.grad(value, wanted, allow_unused=True)
-            return (value, *outs, *grads)
 
-        table = {k: v for k, v in core_aten_decompositions().items() if str(k).split(".")[1] not in _KEPT}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                self.graph = make_fx(joint, decomposition_table=table)(*flat).graph
-            except RuntimeError as error:
-                if "does not require grad" in str(error):
-                    raise GraphError(
-                        f"the loss of {type(module).__name__} does not depend on any trainable parameter"
-                    ) from error
-                raise
-
-    def _bind(
-        self, exported: Any, keys: list[str], by_path: Mapping[str, str], mode: FakeTensorMode
-    ) -> tuple[list[torch.Tensor], dict[str, int]]:
-        """Fake arguments of the exported graph, and where each parameter first stands among them."""
-        flat: list[torch.Tensor] = []
-        first: dict[str, int] = {}
-        left = iter(keys)
-        nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
-        for i, (spec, node) in enumerate(zip(exported.graph_signature.input_specs, nodes, strict=True)):
-            like = node.meta["val"]
-            with mode:
-                flat.append(torch.empty(like.shape, dtype=like.dtype))
-            if spec.kind.name == "PARAMETER":
-                self.parameters[i] = by_path[spec.target]
-                first.setdefault(self.parameters[i], i)
-            elif spec.kind.name == "USER_INPUT":
-                self.inputs[i] = next(left)
-            else:
-                held = exported.state_dict.get(spec.target)
-                held = exported.constants.get(spec.target) if held is None else held
-                held = getattr(held, "constant", None) if isinstance(held, FakeTensor) else held
-                if held is None or held.is_meta:
-                    raise GraphError(
-                        f"buffer {spec.target.removeprefix('model.')} has no value: build the module with real buffers "
-                        "(parameters may be fake)"
-                    )
-                self.constants[i] = held.detach()
-        return flat, first
+def _bind(
+    found: Joint, exported: Any, keys: list[str], by_path: Mapping[str, str], mode: FakeTensorMode
+) -> tuple[list[torch.Tensor], dict[str, int]]:
+    """Fake arguments of the exported graph, and where each parameter first stands among them."""
+    flat: list[torch.Tensor] = []
+    first: dict[str, int] = {}
+    left = iter(keys)
+    nodes = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    for i, (spec, node) in enumerate(zip(exported.graph_signature.input_specs, nodes, strict=True)):
+        like = node.meta["val"]
+        with mode:
+            flat.append(torch.empty(like.shape, dtype=like.dtype))
+        if spec.kind.name == "PARAMETER":
+            found.parameters[i] = by_path[spec.target]
+            first.setdefault(found.parameters[i], i)
+        elif spec.kind.name == "USER_INPUT":
+            found.inputs[i] = next(left)
+        else:
+            held = exported.state_dict.get(spec.target)
+            held = exported.constants.get(spec.target) if held is None else held
+            held = getattr(held, "constant", None) if isinstance(held, FakeTensor) else held
+            if held is None or held.is_meta:
+                raise GraphError(
+                    f"buffer {spec.target.removeprefix('model.')} has no value: build the module with real buffers "
+                    "(parameters may be fake)"
+                )
+            found.constants[i] = held.detach()
+    return flat, first
 
 
 class _Sourced(torch.fx.Interpreter):
@@ -321,86 +301,7 @@ def _prepared(module: nn.Module, mode: FakeTensorMode) -> Iterator[list[str]]:
             m.training = training
 
 
-# ---- translating ----------------------------------------------------------------------------------------------------
-
-
-class _Outputs:
-    """Tensor names of what the step gives: ``names`` (loss first) and ``gradients`` by parameter (None: no gradient)."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.gradients: dict[str, str | None] = {}
-
-
-def _translate(b: GraphBuilder, traced: _Trace, inits: Mapping[str, str]) -> _Outputs:
-    nodes = list(traced.graph.nodes)
-    results = list(cast("tuple[Any, ...]", nodes[-1].args[0]))
-    split = 1 + len(traced.outputs)
-    phases = _phases(results[:split])
-    env: dict[torch.fx.Node, Any] = {}
-    known: dict[torch.fx.Node, torch.Tensor] = {}
-    for i, node in enumerate(n for n in nodes if n.op == "placeholder"):
-        if i in traced.inputs:
-            env[node] = b.tensor(traced.inputs[i], node.meta["val"].shape, _dtype(node.meta["val"], traced.inputs[i]), "input")
-        elif i in traced.parameters:
-            name = traced.parameters[i]
-            if name not in b.tensors:
-                b.tensor(name, traced.shapes[name], "float32", "parameter", init=inits[name])
-            env[node] = b.whole(name)
-        else:
-            known[node] = traced.constants[i]
-    needed = _ancestors([r for r in results if isinstance(r, torch.fx.Node)])
-    for node in nodes:
-        if node.op not in ("call_function", "get_attr") or node not in needed:
-            continue
-        if node.op == "get_attr":
-            known[node] = cast(torch.Tensor, getattr(traced.graph.owning_module, str(node.target)))
-            continue
-        custom = node.meta.get("custom") or {}
-        b.context = Context(node.name, phases.get(node, "backward"), custom.get("source", ""))
-        if not _fold(node, known):
-            env[node] = _call(b, node, env, known)
-    out = _Outputs()
-    for name, result in zip(["loss", *traced.outputs], results[:split], strict=True):
-        b.context = Context(name, phases.get(result, "forward"), name)
-        out.names.append(_named(b, _value(result, env, known), name, "output"))
-    for parameter, result in zip(traced.trainable, results[split:], strict=True):
-        b.context = Context(f"grad:{parameter}", "backward", parameter.rpartition(".")[0])
-        value = None if result is None else _value(result, env, known)
-        out.gradients[parameter] = None if value is None else _named(b, value, f"grad:{parameter}", "gradient", parameter)
-    return out
-
-
-def _named(b: GraphBuilder, value: Value | Const, name: str, role: Any, of: str = "") -> str:
-    """The value in a tensor of this name: the one that holds it if that is free to be renamed, else a copy."""
-    stored = b.stored(value)
-    if b.tensors[stored].role == "activation" and b.tensors[stored].shape == value.shape:
-        b.rename(stored, name, role=role, of=of)
-        return name
-    return b.copy(value, name, role, of)
-
-
-def _call(b: GraphBuilder, node: torch.fx.Node, env: dict[torch.fx.Node, Any], known: dict[torch.fx.Node, Any]) -> Any:
-    target = str(node.target)
-    if node.target is operator.getitem:
-        return env[cast(torch.fx.Node, node.args[0])][cast(int, node.args[1])]
-
-    def value(n: torch.fx.Node) -> Any:
-        return _value(n, env, known)
-
-    args = torch.fx.node.map_arg(node.args, value)
-    kwargs = torch.fx.node.map_arg(dict(node.kwargs), value)
-    where = f"{target} in {b.context.source}"
-    val = node.meta["val"]
-    many = isinstance(val, (tuple, list))
-    outs = [
-        None if v is None else aten.Out(tuple(v.shape), _dtype(v, where)) for v in (val if many else [val])
-    ]
-    return aten.translate(b, target, outs if many else outs[0], args, kwargs)
-
-
-def _value(node: torch.fx.Node, env: Mapping[torch.fx.Node, Any], known: Mapping[torch.fx.Node, Any]) -> Any:
-    return aten.constant(known[node].numpy()) if node in known else env[node]
+# ---- constants ------------------------------------------------------------------------------------------------------
 
 
 def _fold(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
@@ -422,31 +323,6 @@ def _fold(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
     kwargs = torch.fx.node.map_arg(dict(node.kwargs), known.__getitem__)
     known[node] = cast(Any, node.target)(*args, **kwargs)
     return True
-
-
-def _phases(results: list[torch.fx.Node]) -> dict[torch.fx.Node, Phase]:
-    """Forward is what the outputs need, loss what the loss needs beside it; all else is backward."""
-    phases: dict[torch.fx.Node, Phase] = dict.fromkeys(_ancestors(results[:1]), "loss")
-    phases.update(dict.fromkeys(_ancestors(results[1:]), "forward"))
-    return phases if results[1:] else dict.fromkeys(phases, "forward")
-
-
-def _ancestors(nodes: list[torch.fx.Node]) -> set[torch.fx.Node]:
-    seen: set[torch.fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return seen
-
-
-def _dtype(tensor: torch.Tensor, where: str) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise GraphError(f"{where} is {name}: only float32, integers and bool are supported, convert it first")
-    return _DTYPES[name]
 
 
 # ---- initial values -------------------------------------------------------------------------------------------------

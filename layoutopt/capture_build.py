@@ -81,6 +81,7 @@ class Prog:
         self.code: list[tuple[Any, ...]] = []
 
     def __call__(self, op: str, *args: tuple[str, Any]) -> tuple[str, Any]:
+        """Add an instruction, or find the equal one."""
         instruction = (op, *args)
         if instruction not in self.code:
             self.code.append(instruction)
@@ -97,6 +98,7 @@ class GraphBuilder:
     context: Context = field(default_factory=Context)
     _memo: dict[Any, Any] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
+    _renames: dict[str, Tensor] = field(default_factory=dict)
 
     # ---- tensors --------------------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ class GraphBuilder:
         return replace(value, shape=tuple(v if n == -1 else n for n, v in zip(shape, value.shape, strict=True)))
 
     def stored(self, value: Value | Const, broadcast: bool = True) -> str:
-        """The name of a tensor that holds the value (or its base, before broadcasting), written by a view op if none."""
+        """The name of a tensor that holds the value (or its base, before broadcasting); a view op writes it if none."""
         value = self.materialise(value)
         if broadcast:
             value = self.flat(value)
@@ -204,9 +206,9 @@ class GraphBuilder:
     def operand(self, value: Value | Const, *steps: tuple[str, Sequence[int]]) -> Operand:
         """The value as an operand, seen through ``steps`` (reshapes and permutes to a kind's canonical rank)."""
         value = self.flat(self.materialise(value))
-        chain = tuple((kind, tuple(args)) for kind, args in steps)
+        chain = _steps(steps)
         seen = self._seen(value, *chain)
-        if len(seen.view.steps) < 2 and seen.view.is_bijective and not any(s.kind == "permute" for s in seen.view.steps):
+        if [s.kind for s in seen.view.steps] in ([], ["reshape"]):
             return Operand(seen.tensor, seen.view)  # nothing but a reshape: no view op needed
         name = self.stored(value)
         return Operand(name, View().then(*chain).simplified(self.tensors[name].shape))
@@ -228,7 +230,10 @@ class GraphBuilder:
             outputs: per output (name suffix, stored shape, dtype, view steps from there to the shape the op writes).
             attrs: the kind's constants.
         """
-        specs = [(suffix, shape, dtype, View().then(*steps).simplified(shape)) for suffix, shape, dtype, steps in outputs]
+        specs = [
+            (suffix, shape, dtype, View().then(*_steps(steps)).simplified(shape))
+            for suffix, shape, dtype, steps in outputs
+        ]
         key = (kind, tuple(inputs), tuple(s[1:] for s in specs), repr(sorted((attrs or {}).items())))
         if key not in self._memo:
             name = self._unique(self.context.name)
@@ -250,17 +255,19 @@ class GraphBuilder:
             self._memo[key] = tuple(o.tensor for o in written)
         return [self.whole(name) for name in self._memo[key]]
 
-    def pointwise(self, prog: Prog, result: tuple[str, Any], inputs: Sequence[Value], shape: Shape, dtype: str) -> Value:
+    def pointwise(
+        self, prog: Prog, result: tuple[str, Any], inputs: Sequence[Value], shape: Shape, dtype: str
+    ) -> Value:
         """A pointwise op of one output over ``shape``, calculated only where the inputs differ."""
         if result[0] == "x":
             return self.expand(inputs[result[1]], shape)
         used = sorted({ref[1] for step in prog.code for ref in step[1:] if ref[0] == "x"})
         padded = [self.expand(inputs[i], (1,) * (len(shape) - len(inputs[i].shape)) + inputs[i].shape) for i in used]
         domain = tuple(max((v.base[axis] for v in padded), default=1) for axis in range(len(shape)))
-        operands = []
-        for value in padded:
+        operands: list[Operand] = []
+        for value, i in zip(padded, used, strict=True):
             # A 1 that only lines the ranks up belongs on the operand, not in a view op of its own.
-            source = inputs[used[len(operands)]]
+            source = inputs[i]
             name = self.stored(source, broadcast=False)
             steps = View().then(("reshape", value.base), ("expand", domain))
             operands.append(Operand(name, steps.simplified(self.tensors[name].shape)))
@@ -271,9 +278,7 @@ class GraphBuilder:
         (value,) = self.emit("pointwise", distinct, [("", domain, dtype, ())], {"expr": expr})
         return self.expand(value, shape)
 
-    def contract(
-        self, a: Operand, b: Operand, shape: Shape, canonical: Sequence[int], alpha: float = 1.0
-    ) -> Value:
+    def contract(self, a: Operand, b: Operand, shape: Shape, canonical: Sequence[int], alpha: float = 1.0) -> Value:
         """``c[b,m,n]`` of canonical rank-3 operands, stored in ``shape``."""
         attrs = {} if alpha == 1.0 else {"alpha": float(alpha)}
         return self.emit("contraction", [a, b], [("", shape, "float32", [("reshape", canonical)])], attrs)[0]
@@ -315,18 +320,28 @@ class GraphBuilder:
         )
         return name
 
-    def rename(self, old: str, new: str, **changes: Any) -> None:
-        """Give a tensor another name (and role) everywhere.
+    def name(self, value: Value | Const, name: str, role: Role, of: str = "") -> None:
+        """Have the value in a tensor of this name once :meth:`finish` is called.
+
+        The tensor that holds the value gets the name if it is free to; else a view op copies it.
 
         Raises:
-            GraphError: the new name is taken.
+            GraphError: the name is taken.
         """
-        if new in self.tensors:
-            raise GraphError(f"tensor name {new!r} appears twice: rename the batch entry or output")
-        names = {old: new}
-        self.tensors = {
-            names.get(n, n): replace(t, name=new, **changes) if n == old else t for n, t in self.tensors.items()
-        }
+        stored = self.stored(value)
+        held = self.tensors[stored]
+        if held.role != "activation" or held.shape != value.shape or stored in self._renames:
+            self.copy(value, name, role, of)
+        elif name in self.tensors:
+            raise GraphError(f"tensor name {name!r} appears twice: rename the batch entry or output")
+        else:
+            self._renames[stored] = replace(held, name=name, role=role, of=of)
+
+    def finish(self) -> None:
+        """Give tensors the names asked for."""
+        names = {old: tensor.name for old, tensor in self._renames.items()}
+        renamed = [self._renames.get(n, t) for n, t in self.tensors.items()]
+        self.tensors = {t.name: t for t in renamed}
         self.ops = [
             replace(
                 op,
@@ -335,6 +350,7 @@ class GraphBuilder:
             )
             for op in self.ops
         ]
+        self._renames, self._memo = {}, {}
 
     def prune(self, keep: Sequence[str]) -> None:
         """Drop ops that nothing in ``keep`` needs (updates stay), then tensors that no op touches."""
@@ -358,6 +374,10 @@ class GraphBuilder:
             candidate = f"{name}.{count}"
         self._names.add(candidate)
         return candidate
+
+
+def _steps(steps: Sequence[tuple[str, Sequence[int]]]) -> tuple[tuple[str, Shape], ...]:
+    return tuple((kind, tuple(args)) for kind, args in steps)
 
 
 def _tidy(view: View, shape: Shape) -> View:

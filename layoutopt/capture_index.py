@@ -1,8 +1,8 @@
 """Lookups, indexing and convolution over patches: ATen ops whose index arithmetic mostly vanishes at capture.
 
 Models index with ranges that are known when they are traced (positions, masks of positions). Such an index is a slice
-and a broadcast in disguise, and becomes a view; its gradient becomes sums and a placement. Only indices that change from
-batch to batch stay gathers and scatters.
+and a broadcast in disguise, and becomes a view; its gradient becomes sums and a placement. Only indices that change
+from batch to batch stay gathers and scatters.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ class Progression(NamedTuple):
 
     start: int
     step: int
-    count: int
+    length: int
     axes: tuple[int, ...]
 
 
 def progression(index: np.ndarray) -> Progression | None:
     """The index as a progression, or None where it is none."""
-    axes = tuple(
-        a for a in range(index.ndim) if index.shape[a] > 1 and bool((np.diff(index, axis=a) != 0).any())
-    )
+    axes = tuple(a for a in range(index.ndim) if index.shape[a] > 1 and bool((np.diff(index, axis=a) != 0).any()))
     core = index[tuple(slice(None) if a in axes else slice(0, 1) for a in range(index.ndim))].reshape(-1)
     start = int(core[0])
     step = int(core[1]) - start if core.size > 1 else 1
@@ -51,13 +49,13 @@ def _inside(index: np.ndarray, extent: int) -> np.ndarray:
         GraphError: it leaves the axis.
     """
     index = np.where(index < 0, index + extent, index)
-    if index.size and not (0 <= index.min() and index.max() < extent):
+    if index.size and (index.min() < 0 or index.max() >= extent):
         raise GraphError(f"indices reach from {index.min()} to {index.max()}, expected within 0..{extent - 1}")
     return index
 
 
 def _along(b: GraphBuilder, value: Value, axis: int, p: Progression) -> Value:
-    return b.slice(value, axis, p.start, p.start + p.step * (p.count - 1) + 1, p.step)
+    return b.slice(value, axis, p.start, p.start + p.step * (p.length - 1) + 1, p.step)
 
 
 def _spread(shape: Shape, axes: Sequence[int]) -> Shape:
@@ -101,11 +99,11 @@ def _accumulate(b: GraphBuilder, shape: Shape, dy: Arg, ids: Arg, padding_idx: i
     if isinstance(ids, Const):
         index = _inside(ids.array, rows)
         found = progression(index)
-        if found and found.step == 1 and not found.start <= padding_idx < found.start + found.count:
+        if found and found.step == 1 and not found.start <= padding_idx < found.start + found.length:
             repeated = [a for a in range(index.ndim) if a not in found.axes and index.shape[a] > 1]
             total = b.reduce("sum", dy, repeated) if repeated else b.materialise(dy)
-            part = b.reshape(total, (found.count, *shape[1:]))
-            return part if found.count == rows else b.concat([part], [found.start], 0, shape)
+            part = b.reshape(total, (found.length, *shape[1:]))
+            return part if found.length == rows else b.concat([part], [found.start], 0, shape)
         ids = constant(index)
     n = prod(ids.shape)
     operands = [b.operand(dy, ("reshape", (n, width))), b.operand(ids, ("reshape", (n,)))]
@@ -189,7 +187,7 @@ def _index_put(
     return b.reshape(total, out.shape)
 
 
-# ---- convolution over patches -----------------------------------------------------------------------------------------
+# ---- convolution over patches ---------------------------------------------------------------------------------------
 
 
 class _Patches(NamedTuple):

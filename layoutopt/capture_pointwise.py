@@ -31,7 +31,7 @@ def _cdf(p: Prog, x: Ref) -> Ref:
 
 
 def _gelu_inner(p: Prog, x: Ref) -> Ref:
-    """tanh of GELU's cubic, the approximation of Hendrycks and Gimpel."""
+    """The tanh of GELU's cubic, the approximation of Hendrycks and Gimpel."""
     cube = p("mul", p("mul", x, x), x)
     return p("tanh", p("mul", _c(sqrt(2 / pi)), p("add", x, p("mul", _c(0.044715), cube))))
 
@@ -92,7 +92,7 @@ def _pow(p: Prog, x: Ref, y: Ref) -> Ref:
 
 
 def _scaled(op: str) -> Callable[..., Ref]:
-    """add and sub with torch's ``alpha``, leaving out what changes nothing."""
+    """Addition and subtraction with torch's ``alpha``, leaving out what changes nothing."""
 
     def rule(p: Prog, a: Ref, b: Ref, alpha: float = 1) -> Ref:
         if alpha != 1:

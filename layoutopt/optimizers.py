@@ -1,8 +1,8 @@
 """Optimizer updates as ops of the graph: SGD with momentum and AdamW, by torch's rules.
 
-Each parameter gets one pointwise op of phase "update" that writes the parameter and its state in place. What changes from
-step to step (the learning rate, Adam's bias corrections) are scalar inputs of the graph, so that one captured step serves
-a whole training run; :func:`hyper_values` calculates them.
+Each parameter gets one pointwise op of phase "update" that writes the parameter and its state in place. What changes
+from step to step (the learning rate, Adam's bias corrections) are scalar inputs of the graph, so that one captured step
+serves a whole training run; :func:`hyper_values` calculates them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,6 @@ def optimizer_from(description: str | Mapping[str, Any] | Optimizer | None) -> O
         return None if description == "none" else description  # type: ignore[return-value]
     settings: dict[str, Any] = {"name": description} if isinstance(description, str) else dict(description)
     name = str(settings.pop("name", ""))
-    settings.pop("undecayed", None)
     if name not in _NAMES:
         raise GraphError(f"unknown optimizer {name!r}: expected one of {', '.join(_NAMES)}, or none")
     unknown = set(settings) - {f.name for f in fields(_NAMES[name])}
@@ -94,11 +93,13 @@ def optimizer_meta(optimizer: Optimizer | None) -> dict[str, Any] | None:
     return {"name": name, **numbers}
 
 
-def hyper_values(optimizer: Optimizer | None, step: int, lr: float | None = None) -> dict[str, np.ndarray]:
+def hyper_values(
+    optimizer: Optimizer | Mapping[str, Any] | None, step: int, lr: float | None = None
+) -> dict[str, np.ndarray]:
     """The graph's scalar inputs at one step.
 
     Args:
-        optimizer: None gives no values.
+        optimizer: an optimizer, or a graph's ``meta["optimizer"]``; None gives no values.
         step: counted from 1.
         lr: learning rate; the optimizer's own by default.
 
@@ -108,6 +109,7 @@ def hyper_values(optimizer: Optimizer | None, step: int, lr: float | None = None
     Raises:
         GraphError: a step before the first.
     """
+    optimizer = optimizer_from(optimizer)
     if optimizer is None:
         return {}
     if step < 1:
@@ -171,15 +173,17 @@ def _sgd(o: Sgd, decay: float) -> Expr:
     p, param, grad = Prog(), ("x", 0), ("x", 1)
     direction = p("add", grad, p("mul", ("c", float(decay)), param)) if decay else grad
     if not o.momentum:
-        return Expr((*p.code, ("mul", ("x", 2), direction), ("sub", param, ("t", len(p.code)))), (("t", len(p.code) + 1),))
+        new = p("sub", param, p("mul", ("x", 2), direction))
+        return Expr(tuple(p.code), (new,))
     buffer = p("add", p("mul", ("c", float(o.momentum)), ("x", 2)), direction)
     new = p("sub", param, p("mul", ("x", 3), buffer))
     return Expr(tuple(p.code), (new, buffer))
 
 
 def _adamw(o: AdamW, decay: float) -> Expr:
-    """``m = b1*m + (1-b1)*g``, ``v = b2*v + (1-b2)*g²``,
-    ``p = p*(1 - lr*decay) - lr/c1 * m / (sqrt(v)/c2 + eps)`` with the bias corrections c1 and c2."""
+    """Adam's means ``m = b1*m + (1-b1)*g`` and ``v = b2*v + (1-b2)*g²``, then, with the bias corrections c1 and c2,
+    ``p = p*(1 - lr*decay) - lr/c1 * m / (sqrt(v)/c2 + eps)``.
+    """
     p, param, grad, lr = Prog(), ("x", 0), ("x", 1), ("x", 4)
     m = p("add", p("mul", ("c", o.beta1), ("x", 2)), p("mul", ("c", 1 - o.beta1), grad))
     v = p("add", p("mul", ("c", o.beta2), ("x", 3)), p("mul", ("c", 1 - o.beta2), p("mul", grad, grad)))
