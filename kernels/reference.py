@@ -219,7 +219,7 @@ def _pointwise(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> 
 @_kind("reduce", "x[m,k] -> y[m]", (2,))
 def _reduce(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
     """``fn`` of each row: sum, mean or max."""
-    functions = {"sum": np.sum, "mean": np.mean, "max": np.max}
+    functions: dict[str, Callable[..., Any]] = {"sum": np.sum, "mean": np.mean, "max": np.max}
     if attrs["fn"] not in functions:
         raise GraphError(f"reduce fn {attrs['fn']!r} is not known: expected sum, mean or max")
     return [functions[attrs["fn"]](x[0], axis=1)]
