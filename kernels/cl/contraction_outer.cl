@@ -3,7 +3,8 @@
 //
 // The header gives XI, YI, ZI (element offsets by (b,r,k), (b,k,c), (b,r,c)); a step along k inside a tile of KT is XKS or YKS
 // elements, so that the inner loop's strides are constants whatever the layout. LOAD_Y reads a row of vectors in the pieces
-// that are contiguous. Tiles at the border clamp what they load and predicate what they store; k is never overrun.
+// that are contiguous. Tiles at the border read rows and pieces that exist instead of those that don't (a piece across the
+// border is moved back to end there, or ends in its tile's padding) and store value by value; k is never overrun.
 
 inline void tile(__global const float *restrict X, __global const float *restrict Y, __global float *restrict Z, const int b,
                  const int r0, const int c0, const int edge) {
@@ -12,7 +13,7 @@ inline void tile(__global const float *restrict X, __global const float *restric
 #pragma unroll
     for (int r = 0; r < MR; ++r) xo[r] = XI(b, edge ? min(r0 + r, RN - 1) : r0 + r, 0);
 #pragma unroll
-    for (int p = 0; p < YP; ++p) yo[p] = YI(b, 0, edge && c0 + p * YU >= CN ? 0 : c0 + p * YU);
+    for (int p = 0; p < YP; ++p) yo[p] = YI(b, 0, edge ? min(c0 + p * YU, YLAST) : c0 + p * YU);
 #if XSEP
 #define XOFF(r) (edge ? xo[r] : xo[0] + XI(0, r, 0) - XI(0, 0, 0))
 #else
@@ -69,23 +70,29 @@ inline void tile(__global const float *restrict X, __global const float *restric
     }
 #endif
 
-    for (int r = 0; r < MR; ++r) {
-        if (edge && r0 + r >= RN) break;
-        for (int j = 0; j < NV; ++j) {
-            const VT z = acc[r][j] * ALPHA;
-            const int c = c0 + j * V;
 #if ZU > 1
-            if (!edge || c + V <= CN) {
-                STORE_Z(z, b, r0 + r, c);
-                continue;
-            }
-#endif
-            float lane[V];
-            VSTORE(z, lane);
-            for (int i = 0; i < V; ++i)
-                if (!edge || c + i < CN) Z[ZI(b, r0 + r, c + i)] = lane[i];
-        }
+    if (!edge) {
+#pragma unroll
+        for (int r = 0; r < MR; ++r)
+#pragma unroll
+            for (int j = 0; j < NV; ++j) STORE_Z(acc[r][j] * ALPHA, b, r0 + r, c0 + j * V);
+        return;
     }
+#endif
+    // Value by value, in a loop that stays a loop: unrolled and predicated it would be most of the program.
+    float out[MR * NV * V];
+#pragma unroll
+    for (int r = 0; r < MR; ++r)
+#pragma unroll
+        for (int j = 0; j < NV; ++j) VSTORE(acc[r][j] * ALPHA, out + (r * NV + j) * V);
+    const int rows = min(MR, RN - r0), columns = min(NV * V, CN - c0);
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r)
+#pragma unroll 1
+        for (int c = 0; c < columns; ++c) {
+            const int moved = edge ? c / YU * YU + c0 - min(c / YU * YU + c0, YLAST) : 0;
+            Z[ZI(b, r0 + r, c0 + c)] = out[r * NV * V + c + moved];
+        }
 }
 
 __kernel void contraction_outer(X_ARG, Y_ARG, Z_ARG) {

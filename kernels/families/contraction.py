@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from math import gcd, prod
 
-from kernels.families.contraction_code import compose_load, compose_store, lane_sums, piece_width, y_edge
+from kernels.families.contraction_code import compose_load, compose_store, lane_sums, piece_width, y_edge, y_pieces
 from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
 from kernels.nest import Nest
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
@@ -140,8 +140,8 @@ def _along_m(c: Layout) -> bool:
 
 def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
     mr, nv, v = p["mr"], p["nv"], p["v"]
-    yu = piece_width(y, 2, v)
-    if yu < min(v, 4):
+    yu, n = y_pieces(y, v), y.shape[2]
+    if yu < min(v, 4, n):
         return None
     kt, k = inner_tile(x, y), x.shape[2]
     xv = p["x"] if x.vectorizes(2, p["x"]) and (kt % p["x"] == 0 or kt == k) else 1
@@ -157,6 +157,7 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
         "VT": _vector(v),
         "YP": nv * v // yu,
         "YU": yu,
+        "YLAST": n - yu if len(y.axis_modes(2)) < 2 else (n - 1) // yu * yu,
         "ZU": zu,
         "XV": xv,
         "XSEP": int(separable(x, 1, mr)),
@@ -164,7 +165,7 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
     }
     preamble = [
         compose_load("LOAD_Y", y, nv, v, yu, columns),
-        *y_edge(y, nv, v, yu),
+        y_edge(y, nv, v, yu),
         f"#define VSTORE(z,p) {f'vstore{v}(z,0,p)' if v > 1 else '(p)[0]=(z)'}",
     ]
     if zu > 1:

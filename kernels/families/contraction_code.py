@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layoutopt.layout import Layout
 
-__all__ = ["axis_offset", "compose_load", "compose_store", "lane_sums", "piece_width", "y_edge"]
+__all__ = ["axis_offset", "compose_load", "compose_store", "lane_sums", "piece_width", "y_edge", "y_pieces"]
 
 
 def piece_width(layout: Layout, axis: int, v: int) -> int:
@@ -56,29 +56,26 @@ def compose_load(name: str, layout: Layout, vectors: int, v: int, u: int, consta
     return f"#define {name}(o) {''.join(vectors_text)}"
 
 
-def y_edge(y: Layout, vectors: int, v: int, u: int) -> list[str]:
-    """``LOAD_Y_EDGE(o)``: pieces beyond the border are read from the first column, whose address exists.
+def y_pieces(y: Layout, v: int) -> int:
+    """Width of the pieces that Y's vectors along its axis 2 are read in.
 
-    A piece that straddles the border reads what lies behind it (its lanes are never stored), unless that would leave
-    the allocation: then lane by lane.
+    On an axis of one mode, the piece at the border is moved back so that it ends there: it has to fit the extent.
     """
-    per, modes = v // u, y.axis_modes(2)
-    out = []
-    piece = "(*(Y+yo[{i}]+(o)))" if u == 1 else "y_piece(Y,yo[{i}]+(o),CN-(c0+{c}))"
-    if u > 1:
-        straddles = len(modes) < 2 and y.shape[2] % u
-        lanes = ",".join(f"Y[o+min({lane},left-1)]" for lane in range(u))
-        guard = f"if(left<=0)left=CN; if(o+{u}>{y.size_elems})return (float{u})({lanes});" if straddles else ""
-        out.append(
-            f"inline float{u} y_piece(__global const float*Y,const int o,int left)"
-            f"{{{guard} return {_load(y, 2, u, 'Y+o')};}}"
-        )
-    text = []
+    width = piece_width(y, 2, v)
+    while len(y.axis_modes(2)) < 2 and width > y.shape[2]:
+        width //= 2
+    return width
+
+
+def y_edge(y: Layout, vectors: int, v: int, u: int) -> str:
+    """``LOAD_Y_EDGE(o)``: as LOAD_Y, but the pieces lie wherever ``yo`` says, aligned or not."""
+    aligned = len(y.axis_modes(2)) > 1 or y.shape[2] % u == 0
+    per, text = v // u, []
     for j in range(vectors):
-        parts = [piece.format(i=i, c=i * u) for i in range(j * per, (j + 1) * per)]
+        starts = [f"Y+yo[{i}]+(o)" for i in range(j * per, (j + 1) * per)]
+        parts = [_load(y, 2, u, start) if aligned or u == 1 else f"vload{u}(0,{start})" for start in starts]
         text.append(f"y[{j}]={_join(v, parts)};")
-    out.append(f"#define LOAD_Y_EDGE(o) {''.join(text)}")
-    return out
+    return f"#define LOAD_Y_EDGE(o) {''.join(text)}"
 
 
 def compose_store(z: Layout, v: int, u: int) -> str:
@@ -102,7 +99,8 @@ def lane_sums(v: int) -> list[str]:
     four = {
         16: "const float16 p=(float16)(a.lo,b.lo)+(float16)(a.hi,b.hi), q=(float16)(c.lo,d.lo)+(float16)(c.hi,d.hi);"
         "const float16 s=(float16)(p.s0123,p.s89ab,q.s0123,q.s89ab)+(float16)(p.s4567,p.scdef,q.s4567,q.scdef);",
-        8: "const float16 s=(float16)((float8)(a.lo,b.lo)+(float8)(a.hi,b.hi),(float8)(c.lo,d.lo)+(float8)(c.hi,d.hi));",
+        8: "const float8 p=(float8)(a.lo,b.lo)+(float8)(a.hi,b.hi), q=(float8)(c.lo,d.lo)+(float8)(c.hi,d.hi);"
+        "const float16 s=(float16)(p,q);",
         4: "const float16 s=(float16)(a,b,c,d);",
     }[v]
     return [
