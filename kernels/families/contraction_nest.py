@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
 
@@ -104,6 +105,7 @@ def _stores(tiling: Tiling, width: int, depth: int) -> tuple[Access, ...]:
     )
 
 
+@lru_cache(maxsize=4096)
 def outer_nest(
     tiling: Tiling, positions: tuple[int, int], k: int, vector_k: tuple[int, int], y_piece: int, z_piece: int
 ) -> Nest:
@@ -136,6 +138,7 @@ def outer_nest(
     return _with_stores(tiling, phases, _stores(tiling, z_piece, len(walk)))
 
 
+@lru_cache(maxsize=4096)
 def dot_nest(tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int, int]) -> Nest:
     """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X, Y, Z); then the rest of k."""
     (x, y), (xu, yu, zu) = positions, pieces
@@ -158,6 +161,7 @@ def dot_nest(tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces:
     return _with_stores(tiling, phases, _stores(tiling, zu, len(walk)))
 
 
+@lru_cache(maxsize=4096)
 def any_nest(tiling: Tiling, positions: tuple[int, int], k: int) -> Nest:
     """Scalars throughout."""
     x, y = positions
