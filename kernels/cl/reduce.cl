@@ -1,0 +1,189 @@
+// Sums and maxima over one axis of a matrix. `kept` runs over the axis that stays, `red` over the one that goes; OP says
+// which of the matrix' axes they are. Three orientations:
+//   reduce_across  vectors of W along the kept axis, NV of them a work item: no reduction across lanes;
+//   reduce_along   vectors of W along the reduced axis, ROWS kept values a work item;
+//   reduce_group   the same, one kept value over the L work items of a group, reduced through local memory.
+// The reduced axis may be cut into SPLIT chunks whose results go to scratch; reduce_final then joins them in order, so
+// that the result does not depend on timing.
+
+#define CAT_(a, b) a##b
+#define CAT(a, b) CAT_(a, b)
+#if W == 1
+#define VEC ELEM
+#define LOADV(A) A##_AT
+#define STORE1(A, v, i) A##_AT(i) = (v)
+#define STORE2(A, v, i, j) A##_AT(i, j) = (v)
+#else
+#define VEC CAT(ELEM, W)
+#define LOADV(A) CAT(A##_LOAD, W)
+#define STORE1(A, v, i) CAT(A##_STORE, W)(v, i)
+#define STORE2(A, v, i, j) CAT(A##_STORE, W)(v, i, j)
+#endif
+
+#ifdef MAXIMUM
+// NaN wins, as in numpy and torch.
+static ELEM join1(ELEM a, ELEM b) { return (a >= b || a != a) ? a : b; }
+#if W == 1
+#define joinv join1
+#else
+static VEC joinv(VEC a, VEC b) { return select(b, a, (a >= b) | (a != a)); }
+#endif
+#else
+#define join1(a, b) ((a) + (b))
+#define joinv(a, b) ((a) + (b))
+#endif
+
+#if W == 1
+#define LANES(v) (v)
+#else
+static ELEM lanes_(const ELEM *x)
+{
+    ELEM part[W];
+    for (int n = 0; n < W; ++n) part[n] = x[n];
+    for (int half_ = W / 2; half_ > 0; half_ /= 2)
+        for (int n = 0; n < half_; ++n) part[n] = join1(part[n], part[n + half_]);
+    return part[0];
+}
+#define LANES(v) lanes_((const ELEM *)&(v))
+#endif
+
+#ifdef OP_reduce
+#define V_LD(A) LOADV(A)(kept, red)
+#define S_LD(A) A##_AT(kept, red)
+#define PARAMS_IN X_ARG
+#define STEP(T, LD, LDR, JOIN, a, b) a = JOIN(a, LD(X));
+#define TWO 0
+#define PARAMS_OUT Y_ARG
+#define OUT0 Y
+#define OUT1 Y
+#endif
+
+#ifdef OP_affine
+#define V_LD(A) LOADV(A)(red, kept)
+#define S_LD(A) A##_AT(red, kept)
+#define PARAMS_IN DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG
+#define STEP(T, LD, LDR, JOIN, a, b) { const T d = LD(DY); a += d * ((LD(X) - LDR(MEAN)) * LDR(RSTD)); b += d; }
+#define TWO 1
+#define PARAMS_OUT DG_ARG, DB_ARG
+#define OUT0 DG
+#define OUT1 DB
+#endif
+
+#define R_SCALAR(A) A##_AT(red)
+#define R_VECTOR(A) LOADV(A)(red)
+
+#if SPLIT == 1
+#define PARAMS PARAMS_IN, PARAMS_OUT
+#define PUT_S(a, b) { AT_(OUT0, kept) = (a) * SCALE; if (TWO) AT_(OUT1, kept) = (b); }
+#define PUT_V(a, b) { PUT_V_(OUT0, (a) * SCALE) if (TWO) { PUT_V_(OUT1, b) } }
+#define PUT_V_(A, v) PUT_V__(A, v)
+#define PUT_V__(A, v) STORE1(A, v, kept);
+#else
+#if TWO
+#define PARAMS PARAMS_IN, P_ARG, Q_ARG
+#else
+#define PARAMS PARAMS_IN, P_ARG
+#define Q_AT P_AT
+#define Q_STORE2 P_STORE2
+#define Q_STORE4 P_STORE4
+#define Q_STORE8 P_STORE8
+#define Q_STORE16 P_STORE16
+#endif
+#define PUT_S(a, b) { P_AT(s, kept) = a; if (TWO) Q_AT(s, kept) = b; }
+#define PUT_V(a, b) { STORE2(P, a, s, kept); if (TWO) { STORE2(Q, b, s, kept); } }
+#endif
+#define AT_(A, i) AT__(A, i)
+#define AT__(A, i) A##_AT(i)
+
+#ifdef ENTRY_across
+#define COLUMN(T, LD, JOIN, PUT) \
+    { T a = (T)(START), b = (T)(START); \
+      for (int red = first; red < last; ++red) { STEP(T, LD, R_SCALAR, JOIN, a, b) } \
+      PUT(a, b) }
+__kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
+void reduce_across(PARAMS)
+{
+    const int s = (int)get_group_id(0) / GROUPS, g = (int)get_group_id(0) % GROUPS;
+    const int first = s * CHUNK, last = min(first + CHUNK, RED);
+    const int begin = (g * ITEMS + (int)get_local_id(0)) * (W * NV);
+    if (begin + W * NV <= KEPT) {
+        VEC a[NV], b[NV];
+        for (int n = 0; n < NV; ++n) a[n] = b[n] = (VEC)(START);
+        for (int red = first; red < last; ++red) {
+#pragma unroll
+            for (int n = 0; n < NV; ++n) {
+                const int kept = begin + n * W;
+                STEP(VEC, V_LD, R_SCALAR, joinv, a[n], b[n])
+            }
+        }
+        for (int n = 0; n < NV; ++n) {
+            const int kept = begin + n * W;
+            PUT_V(a[n], b[n])
+        }
+    } else {
+        int kept = begin;
+        for (; kept + W <= KEPT; kept += W) COLUMN(VEC, V_LD, joinv, PUT_V)
+        for (; kept < KEPT; ++kept) COLUMN(ELEM, S_LD, join1, PUT_S)
+    }
+}
+#endif
+
+#ifdef ENTRY_along
+__kernel __attribute__((reqd_work_group_size(1, 1, 1)))
+void reduce_along(PARAMS)
+{
+    const int s = (int)get_group_id(0) / GROUPS, g = (int)get_group_id(0) % GROUPS;
+    const int first = s * CHUNK, last = min(first + CHUNK, RED);
+    for (int q = 0; q < ROWS; ++q) {
+        const int kept = g * ROWS + q;
+        if (kept >= KEPT) break;
+        VEC a = (VEC)(START), b = (VEC)(START);
+        ELEM a1 = START, b1 = START;
+        int red = first;
+        for (; red + W <= last; red += W) { STEP(VEC, V_LD, R_VECTOR, joinv, a, b) }
+        for (; red < last; ++red) { STEP(ELEM, S_LD, R_SCALAR, join1, a1, b1) }
+        a1 = join1(a1, LANES(a));
+        b1 = join1(b1, LANES(b));
+        PUT_S(a1, b1)
+    }
+}
+#endif
+
+#ifdef ENTRY_group
+__kernel __attribute__((reqd_work_group_size(L, 1, 1)))
+void reduce_group(PARAMS)
+{
+    __local ELEM part[TWO + 1][L];
+    const int s = (int)get_group_id(0) / GROUPS, kept = (int)get_group_id(0) % GROUPS, lane = get_local_id(0);
+    const int first = s * CHUNK, last = min(first + CHUNK, RED);
+    VEC a = (VEC)(START), b = (VEC)(START);
+    ELEM a1 = START, b1 = START;
+    for (int red = first + lane * W; red + W <= last; red += L * W) { STEP(VEC, V_LD, R_VECTOR, joinv, a, b) }
+    if (W > 1) {
+        const int red = first + (last - first) / W * W + lane;
+        if (red < last) { STEP(ELEM, S_LD, R_SCALAR, join1, a1, b1) }
+    }
+    part[0][lane] = join1(a1, LANES(a));
+    part[TWO][lane] = TWO ? join1(b1, LANES(b)) : part[0][lane];
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int half_ = L / 2; half_ > 0; half_ /= 2) {
+        if (lane < half_)
+            for (int n = 0; n <= TWO; ++n) part[n][lane] = join1(part[n][lane], part[n][lane + half_]);
+        barrier(CLK_LOCAL_MEM_FENCE);
+    }
+    if (lane == 0) PUT_S(part[0][0], part[TWO][0])
+}
+#endif
+
+#ifdef ENTRY_final
+__kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
+void reduce_final(P_ARG, Y_ARG)
+{
+    const int begin = ((int)get_group_id(0) * ITEMS + (int)get_local_id(0)) * BLOCK;
+    for (int kept = begin; kept < min(begin + BLOCK, KEPT); ++kept) {
+        ELEM a = START;
+        for (int s = 0; s < SPLIT; ++s) a = join1(a, P_AT(s, kept));
+        Y_AT(kept) = a * SCALE;
+    }
+}
+#endif

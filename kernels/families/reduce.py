@@ -1,0 +1,229 @@
+"""Reductions of one axis of a matrix: sums, means, maxima, and the affine gradients of layer norm.
+
+Orientations: ``across`` (vectors along the axis that stays, ``nv`` of them a work item), ``along`` (vectors along the
+axis that goes) and, on GPUs, ``group`` (one result over the ``items`` work items of a group). Any of them may cut the
+reduced axis into ``split`` chunks, whose results a second launch joins in a fixed order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.families.common import any_image
+from kernels.nest import Access, Index, Loop, Nest, Phase, Term
+from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
+from layoutopt.layout import Layout
+
+__all__ = ["REDUCE", "Reduce"]
+
+_GROUP_ITEMS = 128
+_THIN_ITEMS = 64
+_MIN_CHUNK = 16
+_FINAL_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class _Op:
+    """Argument names; which axis of the matrices stays; matrices and vectors over the reduced axis."""
+
+    op: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    kept_axis: int
+    matrices: tuple[str, ...]
+    along_red: tuple[str, ...] = ()
+    flops: int = 1
+
+
+_OPS = {
+    "reduce": _Op("reduce", ("X",), ("Y",), 0, ("X",)),
+    "layer_norm_affine": _Op(
+        "affine", ("DY", "X", "MEAN", "RSTD"), ("DG", "DB"), 1, ("DY", "X"), ("MEAN", "RSTD"), flops=5
+    ),
+}
+_ELEM = {"float32": "float", "int32": "int"}
+
+
+class Reduce:
+    """See the module docstring."""
+
+    name = "reduce"
+    kinds = tuple(_OPS)
+
+    def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
+        """Orientations and widths, each whole and, where that leaves compute units idle, split."""
+        op = _OPS[spec.kind]
+        kept, red = _extents(op, spec.shapes[0])
+        gpu = limits.kind == "gpu"
+        if gpu:
+            shapes = [("across", {"items": _THIN_ITEMS, "nv": 1, "v": v}) for v in (4, 1)]
+            shapes += [("group", {"items": _GROUP_ITEMS, "v": v}) for v in (4, 1)]
+        else:
+            widths = [*dict.fromkeys([w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)] + [1])]
+            shapes = [("across", {"items": 1, "nv": nv, "v": v}) for v in widths if v > 1 for nv in (4, 1)]
+            shapes += [("along", {"rows": 4 if kept >= 64 else 1, "v": v}) for v in widths]
+        out = []
+        for name, params in shapes:
+            if name == "across":
+                groups = -(-kept // (params["v"] * params["nv"] * params["items"]))
+            else:
+                groups = -(-kept // params.get("rows", 1))
+            wanted = limits.compute_units * (8 if gpu else 4)
+            split = max(min(-(-wanted // groups), red // _MIN_CHUNK), 1)
+            for s in dict.fromkeys((1, split)):
+                pairs = tuple(sorted({**params, "split": s}.items()))
+                out.append(KernelVariant(self.name, name, pairs))
+        return out
+
+    def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
+        """None where no matrix is contiguous along the variant's vector, or the dtype has no kernel."""
+        op = _OPS[spec.kind]
+        names = dict(zip((*op.inputs, *op.outputs), range(len(layouts)), strict=True))
+        kept, red = _extents(op, spec.shapes[0])
+        width = variant.param("v")
+        axis = op.kept_axis if variant.name == "across" else 1 - op.kept_axis
+        room = kept if variant.name == "across" else red
+        contiguous = any(layouts[names[m]].vectorizes(axis, max(width, 2)) for m in op.matrices)
+        scalar_fallback = width == 1 and variant.name in ("along", "group")
+        if any_image(layouts) or spec.dtypes[0] not in _ELEM or room < width or not (contiguous or scalar_fallback):
+            return None
+        return _Builder(variant, spec, layouts, op).kernel()
+
+
+def _extents(op: _Op, shape: tuple[int, ...]) -> tuple[int, int]:
+    return shape[op.kept_axis], shape[1 - op.kept_axis]
+
+
+class _Builder:
+    def __init__(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...], op: _Op) -> None:
+        self.variant, self.spec, self.layouts, self.op = variant, spec, layouts, op
+        self.kept, self.red = _extents(op, spec.shapes[0])
+        self.split = variant.param("split")
+        self.chunk = -(-self.red // self.split)
+        if self.split > 1:
+            # Vectors along the reduced axis must start at multiples of their width in every chunk.
+            self.chunk = -(-self.chunk // variant.param("v")) * variant.param("v")
+            self.split = -(-self.red // self.chunk)
+        self.names = {name: i for i, name in enumerate((*op.inputs, *op.outputs))}
+        self.partials: tuple[str, ...] = ("P", "Q")[: len(op.outputs)] if self.split > 1 else ()
+        for i, name in enumerate(self.partials):
+            self.names[name] = len(layouts) + i
+
+    def kernel(self) -> Kernel:
+        """The kernel: the main launch, and one per output to join the chunks."""
+        dtype = self.spec.dtypes[0]
+        scratch = tuple(Scratch(dtype, Layout.row_major((self.split, self.kept))) for _ in self.partials)
+        launches = [getattr(self, f"_{self.variant.name}")()]
+        launches += [self._final(p, y) for p, y in zip(self.partials, self.op.outputs, strict=False)]
+        return Kernel(self.spec, self.variant, self.layouts, tuple(launches), scratch)
+
+    def _constants(self) -> dict[str, str | int | float]:
+        fn = self.spec.attr("fn", "sum")
+        elem = _ELEM[self.spec.dtypes[0]]
+        scale: str | float = 1.0 / self.red if fn == "mean" else ("1" if elem == "int" else 1.0)
+        start = "0" if fn != "max" else ("INT_MIN" if elem == "int" else "-INFINITY")
+        out: dict[str, str | int | float] = {
+            "ELEM": elem,
+            "START": start,
+            "SCALE": scale,
+            "KEPT": self.kept,
+            "RED": self.red,
+            "SPLIT": self.split,
+            "CHUNK": self.chunk,
+            f"OP_{self.op.op}": 1,
+        }
+        if fn == "max":
+            out["MAXIMUM"] = 1
+        return out
+
+    def _launch(self, name: str, grid: list[Loop], phases: list[Phase], items: int, **sizes: int) -> Launch:
+        nest = Nest(tuple(grid), tuple(phases))
+        operands = [n for n in self.names if n not in self.op.outputs] if self.split > 1 else list(self.names)
+        pairs = tuple((n, self.names[n]) for n in operands)
+        defines = {**self._constants(), **sizes, f"ENTRY_{name}": 1, "W": self.variant.param("v")}
+        size = ((nest.groups * items,), (items,))
+        return Launch("reduce.cl", f"reduce_{name}", pairs, nest, *size, tuple(defines.items()))
+
+    def _matrix(self, name: str, kept: Index, red: Index, width: int, along_kept: bool) -> Access:
+        index = (kept, red) if self.op.kept_axis == 0 else (red, kept)
+        axis = self.op.kept_axis if along_kept else 1 - self.op.kept_axis
+        return Access(self.names[name], index, width, axis)
+
+    def _results(self, kept: Index, width: int) -> list[Access]:
+        if self.split > 1:
+            s = Index(0, (Term("s"),))
+            return [Access(self.names[p], (s, kept), width, 1, True) for p in self.partials]
+        return [Access(self.names[y], (kept,), width, 0, True) for y in self.op.outputs]
+
+    def _across(self) -> Launch:
+        width, nv, items = (self.variant.param(p) for p in ("v", "nv", "items"))
+        block = width * nv
+        groups = -(-self.kept // (block * items))
+        red = Index(0, (Term("s", self.chunk), Term("r")))
+        begin = Index(0, (Term("g", block * items), Term("t", block)))
+        loads = [Access(self.names[n], (red,)) for n in self.op.along_red]
+        for n in range(nv):
+            loads += [self._matrix(m, begin + n * width, red, width, True) for m in self.op.matrices]
+        stores = [a for n in range(nv) for a in self._results(begin + n * width, width)]
+        grid = [Loop("s", self.split, "group"), Loop("g", groups, "group"), Loop("t", items, "item")]
+        body = Phase((Loop("r", self.chunk),), tuple(loads), self.op.flops * block)
+        phases = [body, Phase((), tuple(stores))]
+        return self._launch("across", grid, phases, items, ITEMS=items, NV=nv, GROUPS=groups)
+
+    def _along(self) -> Launch:
+        width, rows = self.variant.param("v"), self.variant.param("rows")
+        groups = -(-self.kept // rows)
+        vectors, tail = self.chunk // width, self.red % width if width > 1 else 0
+        phases = []
+        for q in range(rows):
+            kept = Index(q, (Term("g", rows),))
+            red = Index(0, (Term("s", self.chunk), Term("r", width)))
+            phases.append(Phase((Loop("r", vectors),), self._step(kept, red, width), self.op.flops * width))
+            if tail and self.split == 1:
+                rest = Index(self.red - tail, (Term("r"),))
+                phases.append(Phase((Loop("r", tail),), self._step(kept, rest, 1), self.op.flops))
+            phases.append(Phase((), tuple(self._results(kept, 1))))
+        grid = [Loop("s", self.split, "group"), Loop("g", groups, "group")]
+        return self._launch("along", grid, phases, 1, ROWS=rows, GROUPS=groups)
+
+    def _step(self, kept: Index, red: Index, width: int) -> tuple[Access, ...]:
+        vectors = [Access(self.names[n], (red,), width) for n in self.op.along_red]
+        return (*(self._matrix(m, kept, red, width, False) for m in self.op.matrices), *vectors)
+
+    def _group(self) -> Launch:
+        width, items = self.variant.param("v"), self.variant.param("items")
+        kept = Index(0, (Term("g"),))
+        red = Index(0, (Term("s", self.chunk), Term("t", width), Term("r", width * items)))
+        steps = -(-self.chunk // (width * items))
+        grid = [Loop("s", self.split, "group"), Loop("g", self.kept, "group"), Loop("t", items, "item")]
+        phases = [
+            Phase((Loop("r", steps),), self._step(kept, red, width), self.op.flops * width),
+            Phase((), tuple(self._results(Index(0, (Term("g"), Term("t", self.kept))), 1))),
+        ]
+        return self._launch("group", grid, phases, items, L=items, GROUPS=self.kept)
+
+    def _final(self, partial: str, output: str) -> Launch:
+        items = self.variant.param("items") if self.variant.name == "across" else 1
+        items = max(items, _THIN_ITEMS if self.variant.name == "group" else 1)
+        block = 1 if items > 1 else _FINAL_BLOCK
+        groups = -(-self.kept // (items * block))
+        kept = Index(0, (Term("g", items * block), Term("t", block), Term("q")))
+        accesses = (
+            Access(self.names[partial], (Index(0, (Term("s"),)), kept)),
+            Access(self.names[output], (kept,), write=True, depth=1),
+        )
+        grid = (Loop("g", groups, "group"), Loop("t", items, "item"))
+        nest = Nest(grid, (Phase((Loop("q", block), Loop("s", self.split)), accesses, 1),))
+        defines: dict[str, str | int | float] = {
+            **self._constants(),
+            "W": 1,
+            "ITEMS": items,
+            "BLOCK": block,
+            "ENTRY_final": 1,
+        }
+        operands = (("P", self.names[partial]), ("Y", self.names[output]))
+        size = ((groups * items,), (items,))
+        return Launch("reduce.cl", "reduce_final", operands, nest, *size, tuple(defines.items()))
+
+
+REDUCE = Reduce()
