@@ -50,7 +50,7 @@ inline void tile(__global const float *restrict X, __global const float *restric
         for (int k = 0; k + XV <= KT; k += XV) {
             float x[MR][XV];
 #pragma unroll
-            for (int i = 0; i < XN; ++i) LOAD_X(x, i, xk + k * XKS);
+            for (int i = 0; i < MR; ++i) LOAD_X(x, i, xk + k * XKS);
 #pragma unroll
             for (int i = 0; i < XV; ++i) {
                 LOAD(yk + (k + i) * YKS);

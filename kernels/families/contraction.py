@@ -20,7 +20,16 @@ from __future__ import annotations
 
 from math import gcd, prod
 
-from kernels.families.contraction_code import compose_load, compose_store, lane_sums, piece_width, y_edge, y_pieces
+from kernels.families.common import largest_divisor
+from kernels.families.contraction_code import (
+    compose_load,
+    compose_store,
+    lane_sums,
+    load_x,
+    piece_width,
+    y_edge,
+    y_pieces,
+)
 from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
 from kernels.nest import Nest
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
@@ -131,7 +140,13 @@ def _blocks(batch: int, rows: int, cols: int, k: int, mr: int, nr: int, limits: 
     across_max = max(1, _L2_BYTES // 2 // (4 * k * nr))
     t = min(tiles_r, wanted, max(1, _L2_BYTES // 2 // (4 * k * mr)))
     s = min(tiles_c, max(1, wanted // t), across_max)
-    return -(-tiles_r // -(-tiles_r // t)), -(-tiles_c // -(-tiles_c // s))
+    return _even(tiles_r, t), _even(tiles_c, s)
+
+
+def _even(tiles: int, at_most: int) -> int:
+    """Tiles per item so that items are alike: a divisor if one is near, else the least that needs as many items."""
+    divisor = largest_divisor(tiles, at_most)
+    return divisor if 2 * divisor > at_most else -(-tiles // -(-tiles // at_most))
 
 
 def _along_m(c: Layout) -> bool:
@@ -144,12 +159,14 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
     if yu < min(v, 4, n):
         return None
     kt, k = inner_tile(x, y), x.shape[2]
-    xv = p["x"] if x.vectorizes(2, p["x"]) and (kt % p["x"] == 0 or kt == k) else 1
+    xv = p["x"] if kt % p["x"] == 0 or kt == k else 1
+    x_axis = next((axis for axis in (1, 2) if x.vectorizes(axis, xv) and (axis == 2 or mr % xv == 0)), 0)
+    xv = xv if x_axis else 1
     zu = piece_width(z, 2, v)
     zu = zu if zu >= 4 else 1
     tiling = Tiling(z.shape, mr, nv * v, p["t"], p["s"], p["gr"], p["gc"])
     main = k // kt * kt if kt < k else k // xv * xv
-    nest = outer_nest(tiling, positions, k, (main, xv), yu, zu)
+    nest = outer_nest(tiling, positions, k, (main, xv, x_axis), (yu, zu))
     columns = separable(y, 2, nv * v)
     defines: dict[str, str | int | float] = {
         "NV": nv,
@@ -171,10 +188,7 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
     if zu > 1:
         preamble.append(compose_store(z, v, zu))
     if xv > 1:
-        aligned = x.alignment(2) % xv == 0
-        load = f"*(__global const float{xv}*)(X+XOFF(i)+(o))" if aligned else f"vload{xv}(0,X+XOFF(i)+(o))"
-        lanes = ",".join(f"(x)[i][{lane}]=x_.s{lane:x}" for lane in range(xv))
-        preamble.append(f"#define LOAD_X(x,i,o) do{{const float{xv} x_={load};{lanes};}}while(0)")
+        preamble.append(load_x(x, x_axis, xv))
     return "contraction_outer", tiling, nest, defines, "\n".join(preamble)
 
 

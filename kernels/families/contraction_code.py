@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layoutopt.layout import Layout
 
-__all__ = ["axis_offset", "compose_load", "compose_store", "lane_sums", "piece_width", "y_edge", "y_pieces"]
+__all__ = ["axis_offset", "compose_load", "compose_store", "lane_sums", "load_x", "piece_width", "y_edge", "y_pieces"]
 
 
 def piece_width(layout: Layout, axis: int, v: int) -> int:
@@ -76,6 +76,23 @@ def y_edge(y: Layout, vectors: int, v: int, u: int) -> str:
         parts = [_load(y, 2, u, start) if aligned or u == 1 else f"vload{u}(0,{start})" for start in starts]
         text.append(f"y[{j}]={_join(v, parts)};")
     return f"#define LOAD_Y_EDGE(o) {''.join(text)}"
+
+
+def load_x(x: Layout, axis: int, width: int) -> str:
+    """``LOAD_X(x,i,o)``: vector load ``i`` of ``MR`` that fill ``x[r][step]`` for ``width`` steps from offset ``o``.
+
+    Along k (axis 2) a load is one row's steps; along the rows (axis 1) it is ``width`` rows of one step, which at the
+    border are read one by one.
+    """
+    if axis == 2:
+        lanes = "".join(f"(x)[i][{lane}]=x_.s{lane:x};" for lane in range(width))
+        load = _load(x, 2, width, "X+XOFF(i)+(o)")
+        return f"#define LOAD_X(x,i,o) do{{const float{width} x_={load};{lanes}}}while(0)"
+    row, step, at = f"(i)/{width}*{width}", f"(i)%{width}", f"(o)+(i)%{width}*XKS"
+    load = _load(x, 1, width, f"X+XOFF({row})+{at}")
+    lanes = "".join(f"(x)[{row}+{lane}][{step}]=x_.s{lane:x};" for lane in range(width))
+    single = "".join(f"(x)[{row}+{lane}][{step}]=X[XOFF({row}+{lane})+{at}];" for lane in range(width))
+    return f"#define LOAD_X(x,i,o) do{{if(edge){{{single}}}else{{const float{width} x_={load};{lanes}}}}}while(0)"
 
 
 def compose_store(z: Layout, v: int, u: int) -> str:

@@ -107,7 +107,7 @@ def _stores(tiling: Tiling, width: int, depth: int) -> tuple[Access, ...]:
 
 @lru_cache(maxsize=4096)
 def outer_nest(
-    tiling: Tiling, positions: tuple[int, int], k: int, vector_k: tuple[int, int], y_piece: int, z_piece: int
+    tiling: Tiling, positions: tuple[int, int], k: int, x_vector: tuple[int, int, int], pieces: tuple[int, int]
 ) -> Nest:
     """Per step of k: a row of Y in pieces and ``mr`` values of X.
 
@@ -115,30 +115,32 @@ def outer_nest(
         tiling: the cut.
         positions: operands that play X and Y.
         k: extent.
-        vector_k: (steps done with vector loads of X along k, width of those loads); width 1: all steps are alike.
-        y_piece: width of Y's loads.
-        z_piece: width of Z's stores.
+        x_vector: (steps done with vector loads of X, width of those loads, their axis); width 1: all steps are alike.
+        pieces: widths of Y's loads and of Z's stores.
     """
-    (x, y), (main, xv) = positions, vector_k
+    (x, y), (main, xv, x_axis), (yu, zu) = positions, x_vector, pieces
     walk, flops = tiling.walk(), 2 * tiling.mr * tiling.nr
     phases = []
     if xv == 1:
         main = 0
     for start, steps, width in ((0, main // xv, xv), (main, k - main, 1)):
-        if steps:
-            loop = Loop("k", steps)
-            xs = [at(x, _B, tiling.row(r), var("k", width) + start, width=width, axis=2) for r in range(tiling.mr)]
-            ys = [
-                at(y, _B, var("k", width) + (start + i), tiling.col(c), width=y_piece, axis=2)
-                for i in range(width)
-                for c in range(0, tiling.nr, y_piece)
-            ]
-            accesses = tuple(xs + ys if width > 1 else ys + xs)
-            phases.append(Phase((*walk, loop), accesses, flops * width))
-    return _with_stores(tiling, phases, _stores(tiling, z_piece, len(walk)))
+        if not steps:
+            continue
+        down, along = (width, 1) if x_axis == 1 else (1, width)
+        xs = [
+            at(x, _B, tiling.row(r), var("k", width) + (start + i), width=width, axis=x_axis)
+            for r in range(0, tiling.mr, down)
+            for i in range(0, width, along)
+        ]
+        ys = [
+            at(y, _B, var("k", width) + (start + i), tiling.col(c), width=yu, axis=2)
+            for i in range(width)
+            for c in range(0, tiling.nr, yu)
+        ]
+        phases.append(Phase((*walk, Loop("k", steps)), tuple(xs + ys if width > 1 else ys + xs), flops * width))
+    return _with_stores(tiling, phases, _stores(tiling, zu, len(walk)))
 
 
-@lru_cache(maxsize=4096)
 def dot_nest(tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int, int]) -> Nest:
     """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X, Y, Z); then the rest of k."""
     (x, y), (xu, yu, zu) = positions, pieces
