@@ -1,8 +1,13 @@
 """From a graph, kernels and prices to the integer tables of a :class:`~layoutopt.problem.Problem`.
 
 Part of the face: it imports ``kernels`` and (for types) ``costmodel``, lazily. For every distinct operation and tuple
-of operand layouts, every kernel that accepts them is priced and the cheapest kept, which loses nothing. Repeated blocks
+of operand layouts, the kernels that accept them are priced and the cheapest kept, which loses nothing. Repeated blocks
 share their prices.
+
+**Which kernels.** All of them for row-major operands and for one operand in another layout (the *pivots*). Elsewhere,
+where an op has many tuples, only variants that were the best of their orientation at some pivot; all again where none
+of these accepts the layouts. Register tiles follow the shape far more than the layouts, and this divides the work by
+about five.
 
 **Which tuples.** Operands that must agree (in-place pairs, one storage read twice through one view) are one *slot*.
 Where the product of the slots' candidates is within ``limit``, every tuple is priced. Beyond it, these are, in this
@@ -18,7 +23,7 @@ order, until the limit is reached:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -31,7 +36,7 @@ from layoutopt.problem import Choice, OpNode, Problem, StorageNode
 
 if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
-    from kernels.spec import Kernel, OpSpec
+    from kernels.spec import Kernel, KernelVariant, OpSpec
 
 __all__ = ["Pricer", "Progress", "Tables", "build_problem", "price_ns"]
 
@@ -57,19 +62,48 @@ class Pricer:
         self.costs = costs
         self.kernels = 0
         self._best: dict[tuple[OpSpec, tuple[Layout, ...]], tuple[Kernel, Cost] | None] = {}
+        self._variants: dict[OpSpec, list[KernelVariant]] = {}
+        self._favoured: dict[OpSpec, list[KernelVariant]] = {}
 
     def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
         """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
-        from kernels.variants import kernels_for
-
         key = (spec, layouts)
         if key not in self._best:
-            kernels = kernels_for(spec, layouts, self.costs.limits)
-            self.kernels += len(kernels)
-            priced = [(self.costs.predict(kernel), kernel) for kernel in kernels]
-            least = min(priced, key=lambda p: (price_ns(p[0]), p[1].variant.label), default=None)
-            self._best[key] = (least[1], least[0]) if least else None
+            priced = self._price(spec, layouts, self._favoured.get(spec, ()))
+            self._best[key] = _least(priced or self._price(spec, layouts, self._all(spec)))
         return self._best[key]
+
+    def narrow(self, spec: OpSpec, pivots: Iterable[tuple[Layout, ...]]) -> None:
+        """From now on try only variants that are the best of their name for one of these layout tuples."""
+        if spec in self._favoured:
+            return
+        favoured: dict[KernelVariant, None] = {}
+        for layouts in pivots:
+            priced = self._price(spec, layouts, self._all(spec))
+            self._best[spec, layouts] = _least(priced)
+            for name in dict.fromkeys(kernel.variant.name for kernel, _ in priced):
+                least = _least([p for p in priced if p[0].variant.name == name])
+                if least:
+                    favoured[least[0].variant] = None
+        self._favoured[spec] = list(favoured)
+
+    def _all(self, spec: OpSpec) -> list[KernelVariant]:
+        from kernels.variants import family_of
+
+        if spec not in self._variants:
+            self._variants[spec] = family_of(spec.kind).variants(spec, self.costs.limits)
+        return self._variants[spec]
+
+    def _price(
+        self, spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelVariant]
+    ) -> list[tuple[Kernel, Cost]]:
+        from kernels.variants import family_of
+
+        family = family_of(spec.kind)
+        built = [family.build(variant, spec, layouts) for variant in variants]
+        kernels = [kernel for kernel in built if kernel is not None]
+        self.kernels += len(kernels)
+        return [(kernel, self.costs.predict(kernel)) for kernel in kernels]
 
     def relayout(
         self, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
@@ -78,6 +112,10 @@ class Pricer:
         from kernels.bind import relayout_spec
 
         return self.best(relayout_spec(shape, dtype), (source, target))
+
+
+def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[Kernel, Cost] | None:
+    return min(priced, key=lambda p: (price_ns(p[1]), p[0].variant.label), default=None)
 
 
 @dataclass(frozen=True)
@@ -264,10 +302,12 @@ def _choices(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> tuple[C
 
 def _tuples(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> Iterator[tuple[int, ...]]:
     counts = [len(options) for options in slots.seen]
-    if prod(counts) <= limit:
-        return itertools.product(*map(range, counts))
     plain = (0,) * len(counts)
     single = [_replaced(plain, slot, option) for slot, n in enumerate(counts) for option in range(1, n)]
+    if min(prod(counts), limit) > 2 * (1 + len(single)):
+        pricer.narrow(spec, (slots.layouts(picks) for picks in [plain, *single]))
+    if prod(counts) <= limit:
+        return itertools.product(*map(range, counts))
     uniform = list(_uniform(slots))
     if spec.kind == "contraction":
         further = _best_product(pricer, spec, slots, single, limit)
