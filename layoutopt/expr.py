@@ -278,8 +278,8 @@ class Builder:
     def _shorten_pair(self, name: str, a: Ref, b: Ref, gives: Kind) -> Ref | None:
         if name in ("add", "mul", "and", "or") and a[0] == "c":
             a, b = b, a
-        if name == "sub" and a[0] == "c" and a[1] == 0:
-            return self.emit("neg", self.cast(b, gives))
+        if name == "sub" and a[0] == "c" and a[1] == 0 and self.kind(b) == gives:
+            return self.emit("neg", b)
         if b[0] != "c":
             return None
         value = b[1]
@@ -289,8 +289,8 @@ class Builder:
         neutral = {"add": 0, "sub": 0, "mul": 1, "div": 1, "pow": 1}
         if name in neutral and value == neutral[name]:
             return self.cast(a, gives)
-        if name == "mul" and value == -1:
-            return self.emit("neg", self.cast(a, gives))
+        if name == "mul" and value == -1 and self.kind(a) == gives:
+            return self.emit("neg", a)
         if name == "pow" and value in (2, 3):
             base = self.cast(a, gives)
             square = self.emit("mul", base, base)

@@ -22,10 +22,13 @@ from layoutopt.layout import Layout
 from layoutopt.pass_views import Notes, compose, normal, rebase, seen
 from layoutopt.view import Step, View
 
-__all__ = ["canonical_domains", "canonical_shapes"]
+__all__ = ["canonical_domains", "canonical_order", "canonical_shapes", "sees_stored_axes"]
 
 Cuts = tuple[int, ...]
 """Strides at which a shape is cut: ``(60, 1)`` for [39, 60]; the element count is not listed."""
+
+Axes = tuple[tuple[tuple[int, int], ...], ...]
+"""The digits (extent, stride) of each axis of a view."""
 
 _ROWS = KINDS - {"view", "contraction", "pointwise", "concat", "iota"}
 _RANKS = 5
@@ -43,6 +46,66 @@ def canonical_shapes(graph: TrainingGraph, notes: Notes | None = None) -> Traini
     return graph.with_ops(rebase(graph.ops, moved, shapes), tensors=tensors) if moved else graph
 
 
+def canonical_order(graph: TrainingGraph, notes: Notes | None = None) -> TrainingGraph:
+    """Store what a product with a weight reads or writes in the order of its rows.
+
+    Attention leaves its results by heads, [batch, heads, seq, size]; the next layer multiplies [batch*seq, heads*size].
+    Stored so, they have the shape of every other activation, and it is the batched product that goes by heads.
+    """
+    kin = _kin(graph)
+    votes: dict[str, dict[Axes, int]] = defaultdict(lambda: defaultdict(int))
+    for op in graph.ops:
+        for operand in op.operands if op.kind == "contraction" else ():
+            axes = _axes_of(operand.view, graph.tensors[operand.tensor].shape)
+            if axes is not None and graph.operand_shape(operand)[0] == 1:
+                votes[kin[operand.tensor]][axes] += 1
+    movable = _movable(graph)
+    stuck = {kin[name] for name in graph.tensors if name not in movable}
+    moved, tensors, shapes = {}, dict(graph.tensors), {}
+    for name in sorted(movable):
+        root = kin[name]
+        if root not in votes or root in stuck:
+            continue
+        axes = max(votes[root], key=lambda a: (votes[root][a], a))
+        if all(len(axis) <= 1 for axis in axes):
+            continue
+        old = graph.tensors[name]
+        view = _shown(axes, old.shape)
+        shapes[name] = view.shape(old.shape)
+        tensors[name] = replace(old, shape=shapes[name])
+        moved[name] = (name, view.inverse(old.shape))
+    return graph.with_ops(rebase(graph.ops, moved, shapes), tensors=tensors) if moved else graph
+
+
+@lru_cache(maxsize=1 << 16)
+def _axes_of(view: View, shape: tuple[int, ...]) -> Axes | None:
+    """The (extent, stride) digits of a view's axes longer than 1, the axis of the outermost digit first."""
+    layout = seen(view, shape)
+    if layout is None or cuts_of(view, shape) is None or any(not m.stride for m in layout.modes):
+        return None
+    axes = [tuple((m.extent, m.stride) for m in layout.axis_modes(axis)) for axis in range(layout.rank)]
+    return tuple(sorted((a for a in axes if a), key=lambda a: -max(stride for _, stride in a)))
+
+
+def _shown(axes: Axes, shape: tuple[int, ...]) -> View:
+    """The view with those digits, of a tensor of ``shape``."""
+    digits = [d for axis in axes for d in axis]
+    stored = sorted(digits, key=lambda d: -d[1])
+    steps = [
+        Step("reshape", tuple(extent for extent, _ in stored)),
+        Step("permute", tuple(stored.index(d) for d in digits)),
+        Step("reshape", tuple(prod(extent for extent, _ in axis) for axis in axes)),
+    ]
+    return View().then(*steps).simplified(shape)
+
+
+def _movable(graph: TrainingGraph) -> set[str]:
+    """Tensors whose stored shape is ours to choose."""
+    fixed = {o.tensor for op in graph.ops for out, i in op.inplace for o in (op.outputs[out], op.inputs[i])}
+    fixed |= set(graph.outputs)
+    return {t.name for t in graph.by_role("activation", "gradient")} - fixed
+
+
 def _voted_shapes(graph: TrainingGraph) -> dict[str, tuple[int, ...]]:
     kin = _kin(graph)
     votes: dict[str, dict[Cuts, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0] * _RANKS))
@@ -57,26 +120,18 @@ def _voted_shapes(graph: TrainingGraph) -> dict[str, tuple[int, ...]]:
             named = cuts_of(operand.view, shape)
             if named is not None:
                 votes[kin[operand.tensor]][named][_rank(graph, op, operand)] += 1
-    aliased = {o.tensor for op in graph.ops for out, i in op.inplace for o in (op.outputs[out], op.inputs[i])}
-    movable = []
-    for tensor in graph.tensors.values():
-        if (
-            tensor.role in ("activation", "gradient")
-            and tensor.name not in aliased
-            and tensor.name not in graph.outputs
-        ):
-            movable.append(tensor)
-        else:
-            votes[kin[tensor.name]][_own_cuts(tensor.shape)][1] += 1
+    movable = _movable(graph)
+    for name in graph.tensors.keys() - movable:
+        votes[kin[name]][_own_cuts(graph.tensors[name].shape)][1] += 1
     out = {}
-    for tensor in movable:
-        root = kin[tensor.name]
-        choice = tuple(sorted(inner[root], reverse=True))
+    for name in movable:
+        root = kin[name]
+        choice: Cuts = tuple(sorted(inner[root], reverse=True))
         if root in votes:
             choice = max(votes[root], key=lambda c: (votes[root][c], len(c), c))
-        shape = _shape_of(choice, tensor.size_elems)
-        if shape is not None:
-            out[tensor.name] = shape
+        stored = _shape_of(choice, graph.tensors[name].size_elems)
+        if stored is not None:
+            out[name] = stored
     return out
 
 
@@ -128,6 +183,16 @@ def cuts_of(view: View, shape: tuple[int, ...]) -> Cuts | None:
             return None
         reach = mode.stride
     return tuple(m.stride for m in digits) if reach == 1 else None
+
+
+def sees_stored_axes(view: View, shape: tuple[int, ...]) -> bool:
+    """Whether every axis of a view is one axis of the stored shape, or part of one, or repeats elements."""
+    layout, stored = seen(view, shape), seen(View(), shape)
+    if layout is None or stored is None:
+        return False
+    extents = {m.stride: m.extent for m in stored.modes}
+    single = all(len(layout.axis_modes(axis)) <= 1 for axis in range(layout.rank))
+    return single and all(m.stride == 0 or m.extent <= extents.get(m.stride, 0) for m in layout.modes)
 
 
 def _own_cuts(shape: tuple[int, ...]) -> Cuts:

@@ -49,11 +49,15 @@ def same_view(a: View, b: View, shape: tuple[int, ...]) -> bool:
 def normal(view: View, shape: tuple[int, ...]) -> View:
     """The shortest chain known for the same view: at most reshape, permute, reshape, expand, reshape.
 
-    A slice keeps its own steps, only cleaned.
+    What leads up to a slice keeps its own steps, only cleaned.
     """
-    short = view.simplified(shape)
-    layout = seen(view, shape)
-    if layout is None or layout.base != (0,):
+    short = _clean(view, shape)
+    cut = max((i + 1 for i, step in enumerate(short.steps) if step.kind == "slice"), default=0)
+    if cut:
+        head = View(short.steps[:cut])
+        return head.then(*normal(View(short.steps[cut:]), head.shape(shape)).steps)
+    layout = seen(short, shape)
+    if layout is None:
         return short
     real = [m for m in layout.modes if m.stride]
     digits = sorted(real, key=lambda m: -m.stride)
@@ -73,15 +77,24 @@ def normal(view: View, shape: tuple[int, ...]) -> View:
         while units and units[0] == 1:
             units.pop(0)  # expand adds leading axes by itself
         long = long.then(Step("reshape", tuple(units)), Step("expand", tuple(m.extent for m in layout.modes)))
-    long = long.then(Step("reshape", layout.shape)).simplified(shape)
+    long = long.then(Step("reshape", layout.shape))
+    long = _clean(long, shape)
     return long if len(long.steps) <= len(short.steps) else short
+
+
+def _clean(view: View, shape: tuple[int, ...]) -> View:
+    """Without steps that change nothing (dropping one may let its neighbours merge into another)."""
+    while (shorter := view.simplified(shape)) != view:
+        view = shorter
+    return view
 
 
 def compose(shape: tuple[int, ...], view: View, *after: View) -> View | None:
     """``view`` of a tensor of ``shape`` followed by other views, in normal form; None where no layout says it."""
     for more in after:
         view = view.then(*more.steps)
-    return None if seen(view, shape) is None else normal(view, shape)
+    view = normal(view, shape)
+    return None if seen(view, shape) is None else view
 
 
 def is_copy(graph: TrainingGraph, op: Op) -> bool:
@@ -216,14 +229,12 @@ class _Folder:
         self.needed.add(tensor)
         at = self.place[tensor]
         op = self.graph.ops[at]
-        whole = Operand(tensor)
-        operand = self._resolve(whole, at, op, 0, physical=False)
-        # Copied in the output's own shape: the old output view may only make sense beside the old input view.
-        self.slots[at].append(replace(op, kind="pointwise", attrs={"expr": COPY}, inputs=(operand,), outputs=(whole,)))
+        operand = self._resolve(op.inputs[0], at, op, 0)
+        self.slots[at].append(replace(op, kind="pointwise", attrs={"expr": COPY}, inputs=(operand,)))
         self.notes.kept.setdefault(op.name, f"{op.name} ({operand.view.describe()} of {operand.tensor}): {reason}")
         self.notes.folded.pop(op.name, None)
 
-    def _resolve(self, operand: Operand, at: int, op: Op, position: int, physical: bool = True) -> Operand:
+    def _resolve(self, operand: Operand, at: int, op: Op, position: int) -> Operand:
         """The operand on the furthest tensor through which a kernel can read it."""
         reason = ""
         for name, view in self.chains.get(operand.tensor, []):
@@ -236,8 +247,7 @@ class _Folder:
             else:
                 self._need(name, reason)
                 return Operand(name, composed)
-        if physical:
-            self._need(operand.tensor, reason)
+        self._need(operand.tensor, reason)
         return self._readable(operand, at, op, position)
 
     def _readable(self, operand: Operand, at: int, op: Op, position: int) -> Operand:

@@ -15,7 +15,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.pass_clean import drop_dead, fold_constants, share_common
 from layoutopt.pass_fuse import fuse_pointwise
 from layoutopt.pass_loss import fold_factors, fuse_loss
-from layoutopt.pass_shapes import canonical_domains, canonical_shapes
+from layoutopt.pass_shapes import canonical_domains, canonical_order, canonical_shapes, sees_stored_axes
 from layoutopt.pass_views import Notes, fold_views
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Pass",
     "PassReport",
     "canonical_domains",
+    "canonical_order",
     "canonical_shapes",
     "drop_dead",
     "fold_constants",
@@ -44,6 +45,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_loss,
     fold_factors,
     fuse_pointwise,
+    canonical_order,
     canonical_shapes,
     canonical_domains,
     drop_dead,
@@ -62,7 +64,8 @@ class PassReport:
         after: ops by kind as planned.
         folded: a line per view or copy that disappeared.
         kept: a line per copy that had to stay (or had to be made), with the reason.
-        operands: how many operands of the result are seen as they are stored, and how many there are.
+        operands: how many operands of the result are read or written along the axes in which they are stored, and how
+            many there are. The others split or merge axes: a layout may not allow that.
         rounds: how often the list of passes ran.
         seconds: wall time.
     """
@@ -81,7 +84,7 @@ class PassReport:
         out = [f"{total[0]} ops before, {total[1]} after {self.rounds} rounds of passes ({self.seconds:.2f} s)"]
         for kind in sorted({*self.before, *self.after}):
             out.append(f"  {kind:<18} {self.before.get(kind, 0):>6} -> {self.after.get(kind, 0):>6}")
-        out.append(f"{self.operands[0]} of {self.operands[1]} operands are seen as they are stored")
+        out.append(f"{self.operands[0]} of {self.operands[1]} operands are seen along their stored axes")
         out.append(f"{len(self.folded)} views folded, {len(self.kept)} copies kept")
         return out + [f"  kept {line}" for line in self.kept]
 
@@ -111,7 +114,7 @@ def run_passes(graph: TrainingGraph) -> tuple[TrainingGraph, PassReport]:
         dict(Counter(op.kind for op in graph.ops)),
         tuple(notes.folded.values()),
         tuple(line for name, line in notes.kept.items() if name in names),
-        (sum(not o.view for o in operands), len(operands)),
+        (sum(sees_stored_axes(o.view, graph.tensors[o.tensor].shape) for o in operands), len(operands)),
         rounds,
         time.perf_counter() - started,
     )

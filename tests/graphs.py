@@ -111,7 +111,7 @@ GELU_GRAD = [
 
 
 def linear_step(batch: int = 3, seq: int = 5, width: int = 6, hidden: int = 7) -> TrainingGraph:
-    """x → layer norm → linear, bias, gelu → linear with cross-entropy, backward and SGD, with views as torch makes them."""
+    """x → layer norm → linear, bias, gelu → linear, cross-entropy, backward and SGD, with views as torch makes them."""
     s, n, classes = Sketch(), batch * seq, 4
     s.tensor("x", (batch, seq, width), "input")
     s.tensor("labels", (batch, seq), "input", "int32")
