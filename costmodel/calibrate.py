@@ -22,6 +22,7 @@ from costmodel.fit import fit, judge, samples_of
 from costmodel.microbench import probes
 from costmodel.model import CostModel, spec_text
 from costmodel.pool import Candidate, pool_of
+from costmodel.rounds import settled_ns
 from costmodel.runner import Bench, Prepared
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
@@ -34,11 +35,15 @@ __all__ = ["BUDGET_S", "calibrate", "describe_held_out"]
 BUDGET_S = 100.0
 HELD_OUT_SHARE = 0.2
 BATCH = 40
-FIRST_ROUNDS = 3
-LAST_ROUNDS = 3
+BATCH_ROUNDS = 2
+"""Rounds over a batch once it is prepared; rounds over all kernels so far follow in between and at the end."""
+MOST_ROUNDS = 15
+LEAST_ROUNDS = 5
+SHARE_AGAIN = 0.15
+"""Share of the time spent that rounds over all kernels so far may take."""
 SHARE_POOL = 0.12
 """Share of the budget that listing the kernels to choose from may take."""
-SHARE_LAST = 0.12
+SHARE_LAST = 0.1
 """Share kept for the rounds over everything at the end."""
 
 Progress = Callable[[str, float], None]
@@ -81,38 +86,81 @@ def calibrate(
     bench = Bench(runtime, seed=seed)
     costs = CostModel(model)
     pool = pool_of(graphs, runtime.limits, costs.machine, seed, lambda: spent() > SHARE_POOL, bench.fits)
-    measured: dict[str, tuple[Candidate, Prepared, list[int]]] = {}
-    refused: list[str] = []
+    session = _Session(bench, seed)
     constants: dict[str, FamilyFit] = {}
+    again_s = 0.0
     while spent() < 1 - SHARE_LAST:
         batch = pool.choose(constants, costs, BATCH)
         if not batch:
             break
-        tell(f"{len(measured)} of {len(pool)} kernels measured")
-        ready: list[tuple[Candidate, Prepared]] = []
-        for candidate in batch:
-            try:
-                ready.append((candidate, bench.prepare(candidate.kernel)))
-            except DeviceError as error:
-                refused.append(str(error))
-            if spent() >= 1 - SHARE_LAST:
-                break
-        times = bench.rounds([p for _, p in ready], FIRST_ROUNDS)
-        for (candidate, prepared), values in zip(ready, times, strict=True):
-            measured[candidate.kernel.key] = (candidate, prepared, values)
-        records = _records(measured, seed)
-        constants = fit(samples_of(records.values(), held_out=False), FEATURES, finest="name")
-    if not measured:
+        tell(f"{len(session.candidates)} of {len(pool)} kernels measured")
+        session.measure(batch, lambda: spent() >= 1 - SHARE_LAST)
+        if again_s < SHARE_AGAIN * (time.monotonic() - begin):
+            started = time.monotonic()
+            session.round()
+            again_s += time.monotonic() - started
+        constants = fit(samples_of(session.records().values(), held_out=False), FEATURES, finest="name")
+    if not session.candidates:
+        refused = f" ({len(session.refused)} refused, the first: {session.refused[0]})" if session.refused else ""
         raise DeviceError(
-            f"no kernel could be measured on {runtime.info.label} in {budget_s:g} s"
-            + (f" ({len(refused)} refused, the first: {refused[0]})" if refused else ": allow more time")
+            f"no kernel could be measured on {runtime.info.label} in {budget_s:g} s{refused}: allow more time"
         )
-    tell(f"{len(measured)} kernels measured, once more over all of them")
-    everything = list(measured.values())
-    again = bench.rounds([p for _, p, _ in everything], LAST_ROUNDS, lambda: spent() > 1)
-    for (_, _, values), more in zip(everything, again, strict=True):
-        values.extend(more)
-    return _finish(model, _records(measured, seed), refused, time.monotonic() - begin)
+    tell(f"{len(session.candidates)} kernels measured, again over all of them")
+    for number in range(MOST_ROUNDS):
+        if number >= LEAST_ROUNDS and spent() > 1:
+            break
+        session.round()
+    return _finish(model, session.records(), session.refused, time.monotonic() - begin)
+
+
+class _Session:
+    """What has been measured so far.
+
+    Args:
+        bench: times kernels.
+        seed: decides what is held out.
+    """
+
+    def __init__(self, bench: Bench, seed: int) -> None:
+        self.candidates: dict[str, Candidate] = {}
+        self.refused: list[str] = []
+        self._bench, self._seed = bench, seed
+        self._prepared: dict[str, Prepared] = {}
+        self._rounds: list[dict[str, int]] = []
+
+    def measure(self, batch: Sequence[Candidate], stop: Callable[[], bool]) -> None:
+        """Prepare a batch, as much of it as there is time for, and time it."""
+        ready: dict[str, Prepared] = {}
+        for candidate in batch:
+            key = candidate.kernel.key
+            try:
+                ready[key] = self._bench.prepare(candidate.kernel)
+                self.candidates[key] = candidate
+            except DeviceError as error:
+                self.refused.append(str(error))
+            if stop():
+                break
+        self._prepared |= ready
+        self._rounds += [self._bench.round(ready, backwards=n % 2 == 1) for n in range(BATCH_ROUNDS) if ready]
+
+    def round(self) -> None:
+        """Time every kernel so far once more."""
+        self._rounds.append(self._bench.round(self._prepared, backwards=len(self._rounds) % 2 == 1))
+
+    def records(self) -> dict[str, Measurement]:
+        """All measurements, by key."""
+        settled = settled_ns(self._rounds)
+        return {
+            key: Measurement(
+                variant=candidate.kernel.variant.label,
+                spec=spec_text(candidate.kernel.spec),
+                rounds_ns=tuple(times[key] for times in self._rounds if key in times),
+                features=tuple(float(f"{v:.8g}") for v in candidate.features),
+                held_out=is_held_out(key, self._seed),
+                ns=settled[key],
+            )
+            for key, candidate in sorted(self.candidates.items())
+        }
 
 
 def describe_held_out(report: HeldOut | None) -> str:
@@ -125,19 +173,6 @@ def describe_held_out(report: HeldOut | None) -> str:
         f"within 20%: {report.within_20:.0%}, Kendall tau {report.tau:.2f}, among kernels of one operation "
         f"{report.tau_within_spec:.2f}"
     )
-
-
-def _records(measured: dict[str, tuple[Candidate, Prepared, list[int]]], seed: int) -> dict[str, Measurement]:
-    return {
-        key: Measurement(
-            variant=candidate.kernel.variant.label,
-            spec=spec_text(candidate.kernel.spec),
-            rounds_ns=tuple(values),
-            features=tuple(float(f"{v:.8g}") for v in candidate.features),
-            held_out=is_held_out(key, seed),
-        )
-        for key, (candidate, _, values) in sorted(measured.items())
-    }
 
 
 def is_held_out(key: str, seed: int) -> bool:

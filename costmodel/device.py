@@ -114,6 +114,7 @@ class Measurement:
         variant: the variant's label.
         spec: what it computes, for people.
         rounds_ns: raw repetitions in the order they ran, outliers included.
+        ns: the median of those from rounds in which the device was not busy with something else; 0: of all of them.
         features: values in the order of ``DeviceModel.features``.
         held_out: kept away from the fit that ``DeviceModel.held_out`` judges.
     """
@@ -123,11 +124,12 @@ class Measurement:
     rounds_ns: tuple[int, ...]
     features: tuple[float, ...]
     held_out: bool = False
+    ns: int = 0
 
     @property
-    def median_ns(self) -> float:
-        """Median of the repetitions."""
-        return float(median(self.rounds_ns))
+    def time_ns(self) -> float:
+        """What the kernel is taken to cost."""
+        return float(self.ns or median(self.rounds_ns))
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,7 @@ def dumps(model: DeviceModel) -> str:
         lines.append(
             f"[measurements.{key}]\nvariant = {_quoted(m['variant'])}\nspec = {_quoted(m['spec'])}\n"
             f"rounds_ns = {list(m['rounds_ns'])}\nfeatures = {list(m['features'])}\n"
-            f"held_out = {str(m['held_out']).lower()}\n"
+            f"held_out = {str(m['held_out']).lower()}\nns = {m['ns']}\n"
         )
     return "\n".join(lines)
 

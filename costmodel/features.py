@@ -30,6 +30,7 @@ COMPUTE = (
     "flops",
     "flop_slots",
     "transcendentals",
+    "transcendental_slots",
     "vector_loads",
     "scalar_loads",
     "vector_stores",
@@ -49,7 +50,8 @@ FEATURES = LAUNCH + COMPUTE + MEMORY
 """In order. All but ``launches`` are per compute unit: divided by the parallelism that the work groups allow.
 
 - groups, items: work groups, work items; trips: iterations of innermost loops.
-- flop_slots: flops over the phase's widest vector.
+- transcendentals: evaluations of functions that take many instructions, in units of one exp.
+- flop_slots, transcendental_slots: the same over the widest vector.
 - vector_*, scalar_*: instructions; an access that is not contiguous along its vector is one scalar access a lane.
 - request_lines: distinct lines per request (a wave's on a GPU, a work item's on a CPU), summed.
 - strided: executions that no sequential stream serves: the nearest two loops that move them stride over lines.
@@ -59,7 +61,18 @@ FEATURES = LAUNCH + COMPUTE + MEMORY
 - unique_bytes: lines of all operands.
 """
 
-_TRANSCENDENTAL = frozenset(("exp", "log", "sqrt", "rsqrt", "recip", "tanh", "erf", "div", "pow"))
+_EXPS = {
+    "exp": 1.0,
+    "log": 1.0,
+    "erf": 2.5,
+    "tanh": 2.0,
+    "pow": 3.0,
+    "div": 0.3,
+    "recip": 0.3,
+    "sqrt": 0.3,
+    "rsqrt": 0.3,
+}
+"""What a function takes, in units of exp: lengths of the usual vector implementations."""
 _EXP_KINDS = frozenset(("softmax", "log_softmax", "log_softmax_grad", "cross_entropy", "cross_entropy_grad"))
 
 
@@ -97,19 +110,23 @@ def features(kernel: Kernel, machine: Machine) -> tuple[float, ...]:
         counts, share = _launch_counts(kernel, launch, machine)
         for i, value in enumerate(counts):
             total[i] += value
-    total[FEATURES.index("transcendentals")] += transcendentals(kernel) / share
+    exps = transcendentals(kernel) / share
+    if exps:
+        widest = max(a.width for launch in kernel.launches for phase in launch.nest.phases for a in phase.accesses)
+        total[FEATURES.index("transcendentals")] += exps
+        total[FEATURES.index("transcendental_slots")] += exps / widest
     return tuple(total)
 
 
-def transcendentals(kernel: Kernel) -> int:
-    """Evaluations of functions that are not one instruction, from the op's kind and its expression."""
+def transcendentals(kernel: Kernel) -> float:
+    """Evaluations of functions that are not one instruction, in exps, from the op's kind and its expression."""
     spec = kernel.spec
     elems = prod(spec.shapes[spec.inputs])
     if spec.kind == "pointwise":
-        return elems * sum(1 for op, *_ in spec.expr.code if op in _TRANSCENDENTAL)
+        return elems * sum(_EXPS.get(op, 0.0) for op, *_ in spec.expr.code)
     if spec.kind in _EXP_KINDS:
-        return max(prod(shape) for shape in spec.shapes)
-    return 0
+        return float(max(prod(shape) for shape in spec.shapes))
+    return 0.0
 
 
 # ---- one launch -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from scipy.stats import kendalltau
 
 from costmodel.device import FamilyFit, HeldOut, Measurement
 
-__all__ = ["Sample", "fit", "judge", "levels", "predicted_ns", "samples_of"]
+__all__ = ["Sample", "fit", "judge", "kind_of", "levels", "predicted_ns", "samples_of"]
 
 ITERATIONS = 12
 HUBER = 0.25
@@ -34,17 +34,23 @@ MIN_SAMPLES = 3
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured kernel: variant label, features, median."""
+    """A measured kernel: variant label, kind of op, features, nanoseconds."""
 
     label: str
+    kind: str
     features: tuple[float, ...]
     ns: float
+
+
+def kind_of(spec: str) -> str:
+    """The op kind in a measurement's spec text."""
+    return spec.partition(" ")[0]
 
 
 def samples_of(measurements: Iterable[Measurement], held_out: bool | None = None) -> list[Sample]:
     """Samples of the measurements that are (or are not) held out; all by default."""
     return [
-        Sample(m.variant, m.features, max(m.median_ns, 1.0))
+        Sample(m.variant, kind_of(m.spec), m.features, max(m.time_ns, 1.0))
         for m in measurements
         if held_out is None or m.held_out == held_out
     ]
@@ -55,11 +61,19 @@ SHAPED = frozenset(("t", "s", "chunk", "groups", "rows"))
 
 
 @lru_cache(maxsize=1 << 14)
-def levels(label: str) -> tuple[str, str, str]:
-    """From fine to coarse: ``contraction.outer(mr=8,v=16)``, ``contraction.outer``, ``contraction``."""
+def levels(label: str, kind: str = "") -> tuple[str, ...]:
+    """From fine to coarse: ``rows.item:softmax(v=16)``, ``rows.item:softmax``, ``rows.item``, ``rows``.
+
+    Args:
+        label: the variant's.
+        kind: of the op; left out where the family serves but one.
+    """
     name, _, rest = label.partition("(")
-    kept = [p for p in rest.rstrip(")").split(",") if p.partition("=")[0] not in SHAPED]
-    return f"{name}({','.join(kept)})", name, name.partition(".")[0]
+    family = name.partition(".")[0]
+    kept = ",".join(p for p in rest.rstrip(")").split(",") if p.partition("=")[0] not in SHAPED)
+    if kind in ("", family):
+        return f"{name}({kept})", name, family
+    return f"{name}:{kind}({kept})", f"{name}:{kind}", name, family
 
 
 def fit(
@@ -77,20 +91,23 @@ def fit(
     """
     if not samples:
         return {}
-    ordered = sorted(samples, key=lambda s: (s.label, s.ns, s.features))
+    ordered = sorted(samples, key=lambda s: (s.label, s.kind, s.ns, s.features))
     x = np.array([s.features for s in ordered], dtype=np.float64)
     y = np.array([s.ns for s in ordered], dtype=np.float64)
     everything = _solve(x, y, None)
     found: dict[str, np.ndarray] = {"all": everything}
     out = {"all": _record(everything, x, y, names)}
-    for depth in (2, 1, 0) if finest == "label" else (2, 1):
+    for depth in range(-1, -5 if finest == "label" else -4, -1):
         groups: dict[str, list[int]] = {}
         for i, sample in enumerate(ordered):
-            groups.setdefault(levels(sample.label)[depth], []).append(i)
+            own = levels(sample.label, sample.kind)
+            if -depth <= len(own) - (finest == "name"):
+                groups.setdefault(own[depth], []).append(i)
         for key, rows in sorted(groups.items()):
-            if len(rows) < MIN_SAMPLES or key in found:
+            if len(rows) < MIN_SAMPLES:
                 continue
-            coarser = next((found[k] for k in levels(key)[1:] if k in found and k != key), everything)
+            own = levels(ordered[rows[0]].label, ordered[rows[0]].kind)
+            coarser = next((found[k] for k in own[own.index(key) + 1 :] if k in found), everything)
             found[key] = _solve(x[rows], y[rows], coarser)
             out[key] = _record(found[key], x[rows], y[rows], names)
     return out
@@ -127,10 +144,10 @@ def _record(c: np.ndarray, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -
 
 
 def predicted_ns(
-    constants: Mapping[str, FamilyFit], label: str, values: Sequence[float], names: Sequence[str]
+    constants: Mapping[str, FamilyFit], own: Sequence[str], values: Sequence[float], names: Sequence[str]
 ) -> dict[str, float]:
-    """Nanoseconds by feature under the finest constants that cover a label."""
-    chosen = next((constants[k] for k in (*levels(label), "all") if k in constants), None)
+    """Nanoseconds by feature under the finest constants that cover a kernel of these ``levels``."""
+    chosen = next((constants[k] for k in (*own, "all") if k in constants), None)
     if chosen is None:
         return {}
     return {n: chosen.ns_per[n] * v for n, v in zip(names, values, strict=True) if n in chosen.ns_per}
@@ -143,8 +160,10 @@ def judge(measurements: Mapping[str, Measurement], names: Sequence[str]) -> Held
     if not train or not test:
         return None
     constants = fit(train, names)
-    guess = np.array([sum(predicted_ns(constants, m.variant, m.features, names).values()) for m in test])
-    truth = np.array([max(m.median_ns, 1.0) for m in test])
+    guess = np.array(
+        [sum(predicted_ns(constants, levels(m.variant, kind_of(m.spec)), m.features, names).values()) for m in test]
+    )
+    truth = np.array([max(m.time_ns, 1.0) for m in test])
     error = np.abs(guess - truth) / truth
     tau = float(kendalltau(guess, truth).statistic) if len(test) > 1 else 0.0
     return HeldOut(

@@ -15,13 +15,24 @@ from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, features
 from costmodel.fit import levels, predicted_ns
 from kernels.spec import DeviceLimits, Kernel, OpSpec
 
-__all__ = ["CostModel", "spec_text"]
+__all__ = ["CostModel", "kernel_kind", "spec_text"]
 
 
 def spec_text(spec: OpSpec) -> str:
-    """An op spec for people and files: ``contraction [1,128,384] [1,384,384] -> [1,128,384]``."""
+    """An op spec for people and files: ``contraction [1,128,384] [1,384,384] -> [1,128,384]``.
+
+    A pointwise op that computes nothing is called a relayout, another says what it computes.
+    """
     shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in spec.shapes]
-    return f"{spec.kind} {' '.join(shapes[: spec.inputs])} -> {' '.join(shapes[spec.inputs :])}"
+    kind = kernel_kind(spec)
+    if kind == "pointwise":
+        kind = "pointwise " + ",".join(op for op, *_ in spec.expr.code)
+    return f"{kind} {' '.join(shapes[: spec.inputs])} -> {' '.join(shapes[spec.inputs :])}"
+
+
+def kernel_kind(spec: OpSpec) -> str:
+    """The op's kind for the fit: relayouts are their own."""
+    return "relayout" if spec.kind == "pointwise" and not spec.expr.code else spec.kind
 
 
 class CostModel:
@@ -56,10 +67,8 @@ class CostModel:
         if (kernel.variant.label, spec_text(kernel.spec)) in self._measured:
             found = self.model.measurements.get(kernel.key)
             if found is not None:
-                scale = found.median_ns / max(compute + memory + launch, 1e-9)
-                return Cost(
-                    found.median_ns + launched, compute * scale, memory * scale, launch * scale + launched, True
-                )
+                scale = found.time_ns / max(compute + memory + launch, 1e-9)
+                return Cost(found.time_ns + launched, compute * scale, memory * scale, launch * scale + launched, True)
         if self.model.constants:
             total = compute + memory + launch
         else:
@@ -69,7 +78,7 @@ class CostModel:
     def fitted_by(self, kernel: Kernel) -> str:
         """Which constants price a kernel: a label, a variant name, a family, "all" or "roofline"."""
         constants = self.model.constants
-        return next((k for k in (*levels(kernel.variant.label), "all") if k in constants), "roofline")
+        return next((k for k in (*_levels(kernel), "all") if k in constants), "roofline")
 
     def roofline_ns(self, values: Sequence[float]) -> float:
         """Nanoseconds, launches left out, that the device's facts alone give for these features."""
@@ -83,8 +92,12 @@ class CostModel:
     def _items(self, kernel: Kernel) -> tuple[float, float, float]:
         values = features(kernel, self.machine)
         if self.model.constants:
-            parts = predicted_ns(self.model.constants, kernel.variant.label, values, FEATURES)
+            parts = predicted_ns(self.model.constants, _levels(kernel), values, FEATURES)
             compute = sum(parts.get(n, 0.0) for n in COMPUTE)
             launch = sum(parts.get(n, 0.0) for n in LAUNCH)
             return compute, sum(parts.values()) - compute - launch, launch
         return (*self._roofline(values), 0.0)
+
+
+def _levels(kernel: Kernel) -> tuple[str, ...]:
+    return levels(kernel.variant.label, kernel_kind(kernel.spec))

@@ -14,7 +14,7 @@ from costmodel.device import FamilyFit
 from costmodel.features import FEATURES, Machine, features
 from costmodel.fit import levels, predicted_ns
 from costmodel.microbench import designed_pairs
-from costmodel.model import CostModel
+from costmodel.model import CostModel, kernel_kind
 from kernels.bind import relayout_spec
 from kernels.spec import DeviceLimits, Kernel, OpSpec, op_spec
 from kernels.variants import families, kernels_for
@@ -59,6 +59,7 @@ class Pool:
         self._by_op: dict[OpSpec, list[int]] = {}
         self._taken_labels: dict[str, int] = {}
         self._taken_ops: dict[OpSpec, int] = {}
+        self._levels = [levels(c.kernel.variant.label, kernel_kind(c.kernel.spec)) for c in self._all]
         for i, candidate in enumerate(self._all):
             self._by_op.setdefault(candidate.kernel.spec, []).append(i)
 
@@ -76,22 +77,22 @@ class Pool:
         if not self._left:
             return []
         picked: list[int] = []
+        taken: set[tuple[OpSpec, str]] = set()
         for i in sorted(self._left, key=self._scores(constants, costs).__getitem__, reverse=True):
             if len(picked) >= count * (1 - EXPLORE):
                 break
-            kernel = self._all[i].kernel
-            # One kernel per op and variant name in a batch: the next fit knows more.
-            clash = (kernel.spec, levels(kernel.variant.label)[0])
-            if all(clash != (self._all[j].kernel.spec, levels(self._all[j].kernel.variant.label)[0]) for j in picked):
+            # One kernel per op and variant in a batch: the next fit knows more.
+            what = (self._all[i].kernel.spec, self._levels[i][0])
+            if what not in taken:
+                taken.add(what)
                 picked.append(i)
         rest = sorted(self._left - set(picked))
         picked += self._rng.sample(rest, min(len(rest), count - len(picked)))
         self._left -= set(picked)
         for i in picked:
-            kernel = self._all[i].kernel
-            label = levels(kernel.variant.label)[0]
+            spec, label = self._all[i].kernel.spec, self._levels[i][0]
             self._taken_labels[label] = self._taken_labels.get(label, 0) + 1
-            self._taken_ops[kernel.spec] = self._taken_ops.get(kernel.spec, 0) + 1
+            self._taken_ops[spec] = self._taken_ops.get(spec, 0) + 1
         return [self._all[i] for i in picked]
 
     def _scores(self, constants: Mapping[str, FamilyFit], costs: CostModel) -> list[float]:
@@ -99,7 +100,7 @@ class Pool:
         guess = np.empty(len(self._all))
         for i, c in enumerate(self._all):
             if constants:
-                parts = predicted_ns(constants, c.kernel.variant.label, c.features, FEATURES)
+                parts = predicted_ns(constants, self._levels[i], c.features, FEATURES)
                 guess[i] = max(sum(parts.values()), 1.0)
             else:
                 guess[i] = costs.roofline_ns(c.features)
@@ -108,8 +109,7 @@ class Pool:
             best = min(guess[i] for i in members)
             seen_op = 1 + self._taken_ops.get(spec, 0)
             for i in members:
-                label = levels(self._all[i].kernel.variant.label)[0]
-                seen = 1 + self._taken_labels.get(label, 0)
+                seen = 1 + self._taken_labels.get(self._levels[i][0], 0)
                 near = exp(-(guess[i] / best - 1) / NEAR_BEST) if constants else 1.0
                 out[i] = self._all[i].weight * guess[i] * near / (seen_op * seen**0.5)
         return out

@@ -7,7 +7,7 @@ enough to be denormal. What is written is filled with such numbers again before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -133,19 +133,11 @@ class Bench:
             raise DeviceError(f"kernel {prepared.kernel.variant.label} was refused at launch: {error}") from error
         return sum(event.profile.end - event.profile.start for event in events)
 
-    def rounds(
-        self, prepared: Sequence[Prepared], rounds: int, stop: Callable[[], bool] = lambda: False
-    ) -> list[list[int]]:
-        """Time all kernels once per round, round after round, until ``rounds`` or ``stop``; nanoseconds per kernel."""
-        times: list[list[int]] = [[] for _ in prepared]
-        for number in range(rounds):
-            if number and stop():
-                break
-            self._write.refill(self.runtime)
-            order = range(len(prepared)) if number % 2 == 0 else reversed(range(len(prepared)))
-            for i in order:
-                times[i].append(self.run(prepared[i]))
-        return times
+    def round(self, prepared: Mapping[str, Prepared], backwards: bool = False) -> dict[str, int]:
+        """Time every kernel once, in order or backwards; nanoseconds by key."""
+        self._write.refill(self.runtime)
+        keys = list(prepared)
+        return {key: self.run(prepared[key]) for key in (reversed(keys) if backwards else keys)}
 
     # ---- operands -------------------------------------------------------------------------------------------------
 
