@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from kernels.families.concat import CONCAT, IOTA
 from kernels.families.contraction import CONTRACTION
+from kernels.families.indexing import INDEXING
+from kernels.families.losses import LOSSES
 from kernels.families.pointwise import POINTWISE
 from kernels.families.reduce import REDUCE
 from kernels.families.rows import ROWS
@@ -10,4 +13,4 @@ from kernels.spec import Family
 
 __all__ = ["ALL"]
 
-ALL: tuple[Family, ...] = (CONTRACTION, POINTWISE, ROWS, REDUCE)
+ALL: tuple[Family, ...] = (CONTRACTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, CONCAT, IOTA)

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kernels.families.common import decode_c, index_c, largest_divisor
-from kernels.nest import Access, Index, Loop, Term
+from kernels.families.common import decode_c, index_c, largest_divisor, ndrange
+from kernels.nest import Access, Index, Loop, Nest, Phase, Term
+from kernels.spec import Launch
 from layoutopt.layout import Layout
 
-__all__ = ["Walk", "fat_walk", "thin_walk"]
+__all__ = ["Walk", "fat_walk", "thin_walk", "walk_launch"]
 
 _THIN_ITEMS = 128
 
@@ -220,3 +221,30 @@ def thin_walk(lead: Layout, width: int) -> Walk | None:
     walk.span = width
     walk.grid = [*(grid or [Loop("g", 1, "group")]), *(local or [Loop("i", 1, "item")])]
     return walk
+
+
+def walk_launch(
+    walk: Walk,
+    operands: Sequence[tuple[str, int]],
+    accesses: Sequence[Access],
+    flops: int,
+    step: Callable[[int, list[str]], str],
+    functions: str = "",
+) -> Launch:
+    """The launch that does one statement at every point of a walk.
+
+    Args:
+        walk: loops and coordinates.
+        operands: (C name, position) in argument order.
+        accesses: of one vector step, as ``Walk.accesses`` lists them.
+        flops: arithmetic of one element.
+        step: C statement for a width at C coordinates.
+        functions: C functions that the statement calls.
+    """
+    nest = Nest(tuple(walk.grid), (Phase(walk.loops, tuple(accesses), flops * walk.width),))
+    global_size, local_size = ndrange(walk.grid)
+    params = ", ".join(f"{name}_ARG" for name, _ in operands)
+    code = walk.code(lambda at: step(walk.width, at), lambda at: step(1, at))
+    preamble = f"{functions}\n#define PARAMS {params}\n#define WALK {code}"
+    defines = (("LOCAL", local_size[0]),)
+    return Launch("pointwise.cl", "pointwise", tuple(operands), nest, global_size, local_size, defines, preamble)

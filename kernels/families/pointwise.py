@@ -9,14 +9,13 @@ along different axes. ``linear`` walks storage itself, padding included, where a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from kernels.expr_c import expr_flops, expr_function, used_inputs
-from kernels.families.common import any_image, index_c, ndrange, simplify
-from kernels.families.domain import Walk, fat_walk, thin_walk
-from kernels.nest import Nest, Phase
-from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
+from kernels.families.common import any_image, simplify
+from kernels.families.domain import Walk, fat_walk, thin_walk, walk_launch
+from kernels.spec import CTYPES, DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout, Mode
 
 __all__ = ["POINTWISE", "Pointwise", "chunk_elems"]
@@ -120,41 +119,32 @@ def pointwise_launch(spec: OpSpec, walk: Walk) -> Launch:
     operands = [(f"X{i}", i) for i in used] + [(f"Y{i - spec.inputs}", i) for i in outputs]
     accesses = [a for i in used for a in walk.accesses(i, False)]
     accesses += [a for i in outputs for a in walk.accesses(i, True)]
-    nest = Nest(tuple(walk.grid), (Phase(walk.loops, tuple(accesses), expr_flops(expr) * walk.width),))
     in_types, out_types = spec.dtypes[: spec.inputs], spec.dtypes[spec.inputs :]
     widths = sorted({walk.width, 1}, reverse=True)
-    functions = [expr_function(f"expr_{w}", expr, in_types, out_types, w) for w in widths]
-    step = {w: _step(w, used, [n for n, _ in operands], spec) for w in widths}
-    global_size, local_size = ndrange(walk.grid)
-    params = ", ".join(f"{name}_ARG" for name, _ in operands)
-    code = walk.code(step[walk.width], step[1])
-    preamble = "\n".join([*functions, f"#define PARAMS {params}", f"#define WALK {code}"])
-    return Launch(
-        "pointwise.cl", "pointwise", tuple(operands), nest, global_size, local_size, (("LOCAL", local_size[0]),), preamble
-    )
+    functions = "\n".join(expr_function(f"expr_{w}", expr, in_types, out_types, w) for w in widths)
+    names = [name for name, _ in operands]
+
+    def step(width: int, coords: list[str]) -> str:
+        return _step(width, coords, names, spec)
+
+    return walk_launch(walk, operands, accesses, expr_flops(expr), step, functions)
 
 
-def _step(width: int, used: Sequence[int], names: Sequence[str], spec: OpSpec) -> Callable[[list[str]], str]:
+def _step(width: int, coords: list[str], names: Sequence[str], spec: OpSpec) -> str:
     """Load, compute, store at coordinates: all loads come first, so that in-place programs read old values."""
     suffix = "" if width == 1 else str(width)
-    ctypes = {"float32": "float", "int32": "int", "bool": "uchar"}
-
-    def text(coords: list[str]) -> str:
-        at = ",".join(coords)
-        args, after, before = [], [], []
-        for name in names:
-            position = int(name[1:])
-            if name[0] == "X":
-                args.append(f"{name}_LOAD{width}({at})" if width > 1 else f"{name}_AT({at})")
-                continue
-            ctype = ctypes[spec.dtypes[spec.inputs + position]]
-            before.append(f"{ctype}{suffix} r{position};")
-            args.append(f"&r{position}")
-            store = f"{name}_STORE{width}(r{position},{at})" if width > 1 else f"{name}_AT({at}) = r{position}"
-            after.append(f"{store};")
-        return f"{' '.join(before)} expr_{width}({', '.join(args)}); {' '.join(after)}"
-
-    return text
+    at = ",".join(coords)
+    args, after, before = [], [], []
+    for name in names:
+        position = int(name[1:])
+        if name[0] == "X":
+            args.append(f"{name}_LOAD{width}({at})" if width > 1 else f"{name}_AT({at})")
+            continue
+        before.append(f"{CTYPES[spec.dtypes[spec.inputs + position]]}{suffix} r{position};")
+        args.append(f"&r{position}")
+        store = f"{name}_STORE{width}(r{position},{at})" if width > 1 else f"{name}_AT({at}) = r{position}"
+        after.append(f"{store};")
+    return f"{' '.join(before)} expr_{width}({', '.join(args)}); {' '.join(after)}"
 
 
 POINTWISE = Pointwise()
