@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -195,6 +194,14 @@ def _t(b: GraphBuilder, out: Out, x: Arg) -> Value:
 @register("expand.default")
 def _expand(b: GraphBuilder, out: Out, x: Arg, *_: Any, **__: Any) -> Value:
     return b.expand(b.materialise(x), out.shape)
+
+
+@register("repeat.default")
+def _repeat(b: GraphBuilder, out: Out, x: Arg, times: Sequence[int]) -> Value:
+    shape = (1,) * (len(times) - len(x.shape)) + x.shape
+    apart = b.reshape(b.materialise(x), [n for extent in shape for n in (1, extent)])
+    spread = b.expand(apart, [n for pair in zip(times, shape, strict=True) for n in pair])
+    return b.reshape(spread, out.shape)
 
 
 def bounds(extent: int, start: int | None, stop: int | None) -> tuple[int, int]:

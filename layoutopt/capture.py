@@ -16,6 +16,7 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch._decomp import core_aten_decompositions
+from torch._dynamo.exc import UserError
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -93,7 +94,7 @@ def capture(
         "optimizer": optimizer_meta(optimizer),
         "dropout_set_to_zero": joint.dropouts,
         "without_gradient": [p for p, g in found.items() if g is None],
-        "versions": {"torch": torch.__version__},
+        "versions": {"torch": str(torch.__version__)},
         **(meta or {}),
     }
     return TrainingGraph(name or type(module).__name__, b.tensors, b.ops, kept, b.constants, info)
@@ -145,7 +146,8 @@ def _trace(module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss
         names = {id(p): n for n, p in module.named_parameters()}
         by_path = {f"model.{n}": names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
         frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
-        exported = torch.export.export(step, example, strict=False).run_decompositions({})
+        with _told(module):
+            exported = torch.export.export(step, example, strict=False).run_decompositions({})
     found.outputs = step.report.outputs
     flat, first = _bind(found, exported, keys, by_path, mode)
     found.trainable = [n for n in dict.fromkeys(found.parameters.values()) if n not in frozen]
@@ -166,10 +168,20 @@ def _trace(module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss
         return (value, *outs, *grads)
 
     table = {k: v for k, v in core_aten_decompositions().items() if str(k).split(".")[1] not in _KEPT}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _told(module):
         warnings.simplefilter("ignore")
         found.graph = make_fx(joint, decomposition_table=table)(*flat).graph
     return found
+
+
+@contextmanager
+def _told(module: nn.Module) -> Iterator[None]:
+    """Torch's refusals in one sentence, with torch's own words as the cause."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, UserError) as error:
+        words = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise GraphError(f"torch cannot trace the step of {type(module).__name__} on this batch: {words}") from error
 
 
 def _bind(

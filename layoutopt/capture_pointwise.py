@@ -25,6 +25,10 @@ def _sigmoid(p: Prog, x: Ref) -> Ref:
     return p("recip", p("add", _c(1.0), p("exp", p("neg", x))))
 
 
+def _sign(p: Prog, x: Ref) -> Ref:
+    return p("sub", p("float", p("gt", x, _c(0.0))), p("float", p("lt", x, _c(0.0))))
+
+
 def _cdf(p: Prog, x: Ref) -> Ref:
     """Φ(x), the normal distribution function."""
     return p("mul", _c(0.5), p("add", _c(1.0), p("erf", p("mul", x, _c(sqrt(0.5))))))
@@ -139,6 +143,8 @@ LOGIC: dict[str, Callable[..., Ref]] = {
     **{f"aten.{n}.{k}": _and for n in ("bitwise_and", "__and__") for k in ("Tensor", "Scalar")},
     **{f"aten.{n}.{k}": _or for n in ("bitwise_or", "__or__") for k in ("Tensor", "Scalar")},
     "aten.logical_and.default": _and,
+    # Written over a temporary by the gradient of clamp; tracing hands later readers the new value.
+    "aten.logical_and_.default": _and,
     "aten.logical_or.default": _or,
 }
 """Bools to bool."""
@@ -154,6 +160,8 @@ POINTWISE: dict[str, Callable[..., Ref]] = {
     "aten.reciprocal.default": _simple("recip"),
     "aten.log1p.default": lambda p, x: p("log", p("add", _c(1.0), x)),
     "aten.square.default": lambda p, x: p("mul", x, x),
+    "aten.sign.default": _sign,
+    "aten.sgn.default": _sign,
     "aten.sigmoid.default": _sigmoid,
     "aten.silu.default": lambda p, x: p("mul", x, _sigmoid(p, x)),
     "aten.relu.default": lambda p, x: p("max", x, _c(0.0)),

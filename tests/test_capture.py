@@ -1,0 +1,521 @@
+"""Captured steps against torch: loss, every gradient, parameters after several updates; and what capture refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.reference import run
+from layoutopt import graphfile
+from layoutopt.errors import GraphError
+from layoutopt.graph import TrainingGraph
+from layoutopt.optimizers import AdamW, Sgd, hyper_values
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from layoutopt import zoo  # noqa: E402
+from layoutopt.capture import capture  # noqa: E402
+
+pytestmark = pytest.mark.peer
+
+# A key's bias shifts every score of a query alike, which softmax ignores: its gradient is 0 but for rounding.
+NO_GRADIENT = ("key.bias", "k_proj.bias")
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def bert(implementation: str = "sdpa", batch: int = 3, seq: int = 13) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    import transformers as hf
+
+    torch.manual_seed(1)
+    config = hf.BertConfig(
+        hidden_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        vocab_size=101,
+        max_position_embeddings=40,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation=implementation,
+    )
+    mask = torch.ones(batch, seq, dtype=torch.long)
+    mask[1, seq // 2 :] = 0
+    mask[2, 3:] = 0
+    ids = torch.randint(1, 101, (batch, seq)) * mask
+    return hf.BertForSequenceClassification(config), {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": torch.randint(0, 2, (batch, seq)),
+        "labels": torch.randint(0, 3, (batch,)),
+    }
+
+
+def vit(implementation: str = "sdpa") -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    import transformers as hf
+
+    torch.manual_seed(2)
+    config = hf.ViTConfig(
+        hidden_size=60,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=8,
+        patch_size=2,
+        num_channels=3,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation=implementation,
+    )
+    batch = {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.randint(0, 10, (3,))}
+    return hf.ViTForImageClassification(config), batch
+
+
+MODELS: dict[str, Callable[..., Any]] = {"bert": bert, "vit": vit}
+
+
+def values_of(graph: TrainingGraph, module: nn.Module, batch: Any) -> dict[str, np.ndarray]:
+    named = batch if isinstance(batch, dict) else {f"input_{i}": t for i, t in enumerate(batch)}
+    values = {n: p.detach().double().numpy().copy() for n, p in module.named_parameters()}
+    values |= {t.name: np.zeros(t.shape) for t in graph.by_role("state")}
+    return values | {k: t.numpy() for k, t in named.items()}
+
+
+def doubled(module: nn.Module, batch: Any) -> tuple[nn.Module, Any]:
+    def wide(t: torch.Tensor) -> torch.Tensor:
+        return t.double() if t.is_floating_point() else t
+
+    again = {k: wide(t) for k, t in batch.items()} if isinstance(batch, dict) else tuple(wide(t) for t in batch)
+    return copy.deepcopy(module).double(), again
+
+
+def hf_loss(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out = module(**batch)
+    return out.loss, out.logits
+
+
+def check_gradients(module: nn.Module, batch: Any, loss: Any = None, tolerance: float = 1e-6) -> TrainingGraph:
+    """Loss, first output and every gradient of the captured graph against torch, both in float64."""
+    graph = capture(module, batch, loss=loss)
+    got = run(graph, values_of(graph, module, batch))
+    peer, wide = doubled(module, batch)
+    value, output = (loss or hf_loss)(peer, wide)
+    value.backward()
+    assert got["loss"] == pytest.approx(value.item(), rel=tolerance)
+    if len(graph.outputs) > 1 and isinstance(output, torch.Tensor):
+        np.testing.assert_allclose(got[graph.outputs[1]], output.detach().numpy(), rtol=tolerance, atol=tolerance)
+    scale = max(float(p.grad.norm()) for p in peer.parameters() if p.grad is not None)
+    checked = 0
+    for name, p in peer.named_parameters():
+        if p.grad is None:
+            assert f"grad:{name}" not in got
+            continue
+        if name.endswith(NO_GRADIENT):
+            assert np.linalg.norm(got[f"grad:{name}"]) < 1e-6 * scale
+        else:
+            assert error(got[f"grad:{name}"], p.grad.numpy()) < tolerance, name
+        checked += 1
+    assert checked == sum(t.role == "gradient" for t in graph.tensors.values())
+    return graph
+
+
+# ---- whole models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_equal_torch(model: str, implementation: str) -> None:
+    graph = check_gradients(*MODELS[model](implementation))
+    # Position ids, ranges and masks of ranges are gone: the one constant is the gradient of the loss.
+    assert list(graph.constants.values()) == [1.0]
+    expected = {"bert": {"gather": 2, "scatter_add": 2}, "vit": {}}[model]
+    for kind in ("gather", "scatter_add", "iota"):
+        assert sum(op.kind == kind for op in graph.ops) == expected.get(kind, 0)
+
+
+def test_bert_without_mask_and_token_types_reads_slices() -> None:
+    module, batch = bert()
+    graph = check_gradients(module, {k: batch[k] for k in ("input_ids", "labels")})
+    assert sum(op.kind == "gather" for op in graph.ops) == 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            AdamW(lr=1e-3, weight_decay=0.05, beta2=0.99),
+            lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.05, betas=(0.9, 0.99)),
+        ),
+        (Sgd(lr=0.05, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+        (Sgd(lr=0.05, momentum=0.0, weight_decay=0.1), lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.1)),
+    ],
+    ids=["adamw", "momentum", "plain"],
+)
+def test_five_steps_equal_torch(model: str, ours: Any, theirs: Any) -> None:
+    module, batch = MODELS[model]()
+    graph = capture(module, batch, optimizer=ours)
+    values = values_of(graph, module, batch)
+    peer, wide = doubled(module, batch)
+    optimizer = theirs(peer.parameters())
+    for step in range(1, 6):
+        got = run(graph, values | hyper_values(graph.meta["optimizer"], step))
+        loss, _ = hf_loss(peer, wide)
+        assert got["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for op in graph.ops:
+            for out, source in op.inplace:
+                values[op.inputs[source].tensor] = got[op.outputs[out].tensor]
+    for name, p in peer.named_parameters():
+        if not name.endswith(NO_GRADIENT):
+            assert error(values[name], p.detach().numpy()) < 1e-5, name
+
+
+def test_tied_weights_get_one_gradient() -> None:
+    import transformers as hf
+
+    torch.manual_seed(3)
+    config = hf.BertConfig(
+        hidden_size=12,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=20,
+        vocab_size=23,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        tie_word_embeddings=True,
+    )
+    labels = torch.randint(0, 23, (2, 5))
+    labels[0, :3] = -100
+    module = hf.BertForMaskedLM(config)
+    assert module.cls.predictions.decoder.weight is module.bert.embeddings.word_embeddings.weight
+    graph = check_gradients(module, {"input_ids": torch.randint(0, 23, (2, 5)), "labels": labels})
+    assert "cls.predictions.decoder.weight" not in graph.tensors
+
+
+# ---- single operations -----------------------------------------------------------------------------------------------
+
+
+class Small(nn.Module):
+    """Two weights and any function of them and the input."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.w = nn.ParameterList([nn.Parameter(torch.randn(s)) for s in shapes])
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs, *self.w)
+
+
+def square_loss(module: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    y = module(*batch)
+    weights = torch.linspace(0.5, 1.5, y.numel(), dtype=y.dtype).reshape(y.shape)
+    return (y * y * weights).mean(), y
+
+
+X = torch.linspace(-2, 2, 3 * 5 * 6).reshape(3, 5, 6)
+IDS = torch.tensor([[0, 2, 2], [6, 1, 0]])
+CASES: dict[str, tuple[Any, tuple[torch.Tensor, ...], list[tuple[int, ...]]]] = {
+    "two biases share a gradient": (lambda x, a, b: x + a + b, (X,), [(6,), (6,)]),
+    "broadcast both ways": (lambda x, a, b: (x * a + b).sum(1), (X,), [(5, 1), (3, 1, 6)]),
+    "matmul": (lambda x, a: x @ a, (X,), [(6, 7)]),
+    "matrix times vector": (lambda x, a: x[0] @ a, (X,), [(6,)]),
+    "baddbmm": (lambda x, a, b: torch.baddbmm(b, x, a, beta=0.5, alpha=2.0), (X,), [(3, 6, 4), (3, 5, 4)]),
+    "einsum": (lambda x, a: torch.einsum("bij,jk->kbi", x, a), (X,), [(6, 4)]),
+    "cat along the middle": (lambda x, a: torch.cat([a.expand(3, 2, 6), x * a, x], 1), (X,), [(1, 1, 6)]),
+    "stack": (lambda x, a: torch.stack([x * a, x + a], 1), (X,), [(6,)]),
+    "slices": (lambda x, a: (x * a)[:, 1:4, ::1] + (x * a)[:, -3:, :], (X,), [(5, 6)]),
+    "strided slice of an input": (lambda x, a: x[:, ::2] * a, (X,), [(3, 6)]),
+    "select": (lambda x, a: (x * a)[:, -1], (X,), [(5, 6)]),
+    "pad and crop": (lambda x, a: F.pad(x * a, (1, 2, -1, 0)), (X,), [(6,)]),
+    "split": (lambda x, a: torch.mul(*(x * a).split([3, 3], -1)), (X,), [(6,)]),
+    "chunk and permute": (lambda x, a: torch.add(*(x * a).permute(2, 0, 1).chunk(2)), (X,), [(6,)]),
+    "mean, keepdim": (lambda x, a: (x * a) - (x * a).mean((0, 2), keepdim=True), (X,), [(6,)]),
+    "variance by hand": (lambda x, a: (x * a - (x * a).mean(-1, True)).pow(2).mean(-1).add(1e-3).rsqrt(), (X,), [(6,)]),
+    "amax": (lambda x, a: x.amax(-1) * a, (X,), [(5,)]),
+    "softmax of another axis": (lambda x, a: (x * a).softmax(1), (X,), [(6,)]),
+    "log-softmax": (lambda x, a: (x * a).log_softmax(0), (X,), [(6,)]),
+    "layer norm without weights": (lambda x, a: F.layer_norm(x * a, (5, 6)), (X,), [(6,)]),
+    "layer norm, weight only": (lambda x, a: F.layer_norm(x, (6,), a), (X,), [(6,)]),
+    "relu": (lambda x, a: F.relu(x * a), (X,), [(6,)]),
+    "gelu": (lambda x, a: F.gelu(x * a), (X,), [(6,)]),
+    "gelu, tanh": (lambda x, a: F.gelu(x * a, approximate="tanh"), (X,), [(6,)]),
+    "silu": (lambda x, a: F.silu(x * a), (X,), [(6,)]),
+    "sigmoid and tanh": (lambda x, a: torch.sigmoid(x * a) * torch.tanh(x + a), (X,), [(6,)]),
+    "exp, log, powers": (lambda x, a: torch.log(1 + torch.exp(x * a)) + (x * a) ** 3 - 2 / (3 + a.abs()), (X,), [(6,)]),
+    "clamp": (lambda x, a: (x * a).clamp(-0.5, 0.7), (X,), [(6,)]),
+    "where": (lambda x, a: torch.where((x > 0.3) & ~(x >= 1.5), x * a, a - 1), (X,), [(6,)]),
+    "masked fill": (lambda x, a: (x * a).masked_fill(x < 0, -3.0), (X,), [(6,)]),
+    "any": (lambda x, a: a * (x > 1.9).any(-1), (X,), [(5,)]),
+    "type casts": (
+        lambda x, a: a * (x > 0).sum(-1).to(torch.float32) + a * (x > 0).long().float().mean(),
+        (X,),
+        [(5,)],
+    ),
+    "embedding of inputs": (lambda i, a: F.embedding(i, a), (IDS,), [(7, 4)]),
+    "embedding with padding": (lambda i, a: F.embedding(i, a, padding_idx=2), (IDS,), [(7, 4)]),
+    "embedding of a range": (lambda x, a: x + F.embedding(torch.arange(1, 6).expand(3, 5), a), (X,), [(8, 6)]),
+    "embedding of one row": (lambda x, a: x + F.embedding(torch.full((5,), 3), a), (X,), [(8, 6)]),
+    "embedding of constants": (lambda x, a: x + F.embedding(torch.tensor([4, 4, 0, 1, 7]), a), (X,), [(8, 6)]),
+    "index by inputs": (lambda i, a: a[i], (IDS,), [(7, 4)]),
+    "index by a range": (lambda x, a: x * a[torch.arange(5)], (X,), [(7, 6)]),
+    "index by constants": (lambda x, a: x * a[torch.tensor([3, 0, 3, 3, 1])], (X,), [(7, 6)]),
+    "index two axes": (lambda x, a: x[0] * a[torch.arange(5)[:, None], torch.arange(6)], (X,), [(7, 6)]),
+    "gather pairs": (lambda x, a: x[:, :2, 0] * a[torch.tensor([3, 0]), torch.tensor([1, 5])], (X,), [(7, 6)]),
+    "causal attention": (
+        lambda x, a: F.scaled_dot_product_attention(x * a, x, x * a, is_causal=True),
+        (X,),
+        [(6,)],
+    ),
+    "grouped attention": (
+        lambda x, a: F.scaled_dot_product_attention(
+            x.reshape(1, 3, 5, 6).repeat(1, 2, 1, 1) * a, x[None] * a, x[None], scale=0.3, enable_gqa=True
+        ),
+        (X,),
+        [(6,)],
+    ),
+    "patches": (
+        lambda x, a, b: F.conv2d(x.reshape(3, 1, 5, 6)[:, :, :4].repeat(1, 2, 1, 1), a, b, stride=(2, 3)),
+        (X,),
+        [(4, 2, 2, 3), (4,)],
+    ),
+    "patches of patches": (
+        lambda x, a, b: F.conv2d(F.conv2d(x.reshape(3, 1, 5, 6)[:, :, :4], a, stride=(2, 1)), b, stride=2),
+        (X,),
+        [(2, 1, 2, 1), (3, 2, 2, 2)],
+    ),
+    "in-place": (lambda x, a: (x * a).add_(1).mul_(a), (X,), [(6,)]),
+    "writing into a slice": (
+        lambda x, a: torch.slice_scatter(x * a, (x * a)[:, :2] + 1, 1, 2, 4),
+        (X,),
+        [(6,)],
+    ),
+    "a constant matrix": (lambda x, a: (x * a) * torch.eye(6)[1:] + torch.ones(5, 6).tril(-1), (X,), [(6,)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operation_equals_torch(case: str) -> None:
+    function, batch, shapes = CASES[case]
+    check_gradients(Small(function, *shapes), batch, square_loss)
+
+
+# ---- structure ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def captured() -> TrainingGraph:
+    module, batch = bert()
+    return capture(module, batch, optimizer=AdamW(), name="small")
+
+
+def test_phases_come_in_order(captured: TrainingGraph) -> None:
+    order = [op.phase for op in captured.ops]
+    assert [p for i, p in enumerate(order) if i == 0 or order[i - 1] != p] == ["forward", "loss", "backward", "update"]
+    assert captured.producer["logits"].phase == "forward"
+    assert captured.producer["loss"].kind == "nll_loss"
+
+
+def test_ops_know_their_module(captured: TrainingGraph) -> None:
+    query = "bert.encoder.layer.1.attention.self.query"
+    found = [(op.phase, op.kind) for op in captured.ops if op.source == query and op.kind == "contraction"]
+    assert found == [("forward", "contraction"), ("backward", "contraction"), ("backward", "contraction")]
+    assert all(op.source for op in captured.ops)
+
+
+def test_gradients_and_state_belong_to_parameters(captured: TrainingGraph) -> None:
+    parameters = captured.by_role("parameter")
+    by_of = {t.of: t for t in captured.by_role("gradient")}
+    for p in parameters:
+        assert by_of[p.name].name == f"grad:{p.name}"
+        assert by_of[p.name].shape == p.shape
+    assert len(captured.by_role("state")) == 2 * len(parameters)
+    updates = [op for op in captured.ops if op.phase == "update"]
+    assert {captured.storage_of[op.outputs[0].tensor] for op in updates} == {p.name for p in parameters}
+
+
+def test_keep_grads_lists_gradients() -> None:
+    module, batch = vit()
+    kept = capture(module, batch, optimizer=Sgd(), keep_grads=True)
+    assert set(kept.outputs) == {"loss", "logits", *(f"grad:{n}" for n, _ in module.named_parameters())}
+    assert capture(module, batch, optimizer=Sgd()).outputs == ("loss", "logits")
+
+
+def test_a_file_holds_the_whole_graph(captured: TrainingGraph) -> None:
+    again = graphfile.decode(graphfile.encode(captured))
+    assert again.hash == captured.hash
+    assert again.meta == captured.meta
+
+
+def test_module_is_left_as_it_was() -> None:
+    module = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.25), nn.Linear(5, 2)).eval()
+    module[0].train()
+    before = list(module.parameters())
+    graph = capture(module, (torch.randn(3, 4),), loss=lambda m, b: (m(*b).mean(), m(*b)))
+    assert all(a is b for a, b in zip(before, module.parameters(), strict=True))
+    assert (module.training, module[0].training, module[1].p) == (False, True, 0.25)
+    assert graph.meta["dropout_set_to_zero"] == ["1"]
+
+
+def test_initial_values_are_measured_or_ruled() -> None:
+    def inits(module: nn.Module) -> dict[str, str]:
+        graph = capture(module, (torch.randn(3, 4),), loss=lambda m, b: (m(*b).mean(), m(*b)))
+        return {t.name: t.init for t in graph.by_role("parameter")}
+
+    torch.manual_seed(0)
+    real = nn.Sequential(nn.Linear(4, 300), nn.LayerNorm(300))
+    nn.init.constant_(real[0].bias, 0.125)
+    found = inits(real)
+    assert float(found["0.weight"].removeprefix("normal:")) == pytest.approx(
+        float(real[0].weight.detach().std()), rel=0.05
+    )
+    assert (found["0.bias"], found["1.weight"], found["1.bias"]) == ("constant:0.125", "ones", "zeros")
+    with zoo.without_weights():
+        ruled = inits(nn.Sequential(nn.Linear(4, 300), nn.LayerNorm(300)))
+    assert ruled == {"0.weight": "normal:0.289", "0.bias": "zeros", "1.weight": "ones", "1.bias": "zeros"}
+
+
+def test_a_parameter_the_loss_ignores_is_not_updated() -> None:
+    module = Small(lambda x, a, b: x * a + b.detach(), (6,), (6,))
+    module.w.append(nn.Parameter(torch.ones(2), requires_grad=False))
+    module.function = lambda x, a, b, c: x * a * c.sum() + b.detach()
+    graph = capture(module, (X,), loss=square_loss, optimizer=Sgd())
+    assert [t.of for t in graph.by_role("gradient")] == ["w.0"]
+    assert graph.meta["without_gradient"] == ["w.1"]
+    assert [op.name for op in graph.ops if op.phase == "update"] == ["update:w.0"]
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def refuse(module: nn.Module, batch: Any, match: str, **more: Any) -> None:
+    with pytest.raises(GraphError, match=match):
+        capture(module, batch, **more)
+
+
+def test_unknown_operation_names_itself_its_shapes_and_its_module() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x, -1)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 4)
+            self.odd = Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.odd(self.first(x))
+
+    refuse(Outer(), (X,), r"aten\.cumsum\.default on float32\[3, 5, 4\] in odd: .*not known", loss=square_loss)
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        (lambda x, a: F.dropout(x * a, 0.3), "set every dropout probability to 0"),
+        (lambda x, a: F.scaled_dot_product_attention(x * a, x, x, dropout_p=0.1), "set attention dropout to 0"),
+        (lambda x, a: F.conv1d(x * a, torch.ones(2, 5, 3), padding=1), "only patch embeddings"),
+        (lambda x, a: F.pad(x * a, (1, 1), value=2.0), "pad with 0"),
+        (lambda x, a: (x * a).double().sum(-1), "float64"),
+    ],
+)
+def test_known_limits_are_named(function: Any, match: str) -> None:
+    refuse(Small(function, (6,)), (X,), match, loss=square_loss)
+
+
+def test_what_torch_cannot_trace_is_told_in_a_sentence() -> None:
+    branching = Small(lambda x, a: x * a if x.sum() > 0 else x - a, (6,))
+    refuse(branching, (X,), "torch cannot trace the step of Small", loss=square_loss)
+    refuse(Small(lambda x, a: x @ a, (5,)), (X,), "torch cannot trace the step of Small", loss=square_loss)
+
+
+def test_bad_calls() -> None:
+    module, batch = bert()
+    refuse(module, {k: v for k, v in batch.items() if k != "labels"}, "no loss and logits .*: add labels")
+    refuse(module, tuple(batch.values()), "needs a loss function")
+    refuse(module, {**batch, "labels": 3}, "'labels' is a int, expected a tensor")
+    refuse(copy.deepcopy(module).half(), batch, "only float32 models are captured")
+    small = Small(lambda x, a: x * a, (6,))
+    refuse(small, (X,), r"loss has shape \(3, 5, 6\)", loss=lambda m, b: (m(*b), ()))
+    refuse(small, (X,), "does not depend on any trainable", loss=lambda m, b: (b[0].mean(), m(*b)))
+
+
+# ---- the zoo --------------------------------------------------------------------------------------------------------
+
+
+def test_zoo_needs_no_weights() -> None:
+    with zoo.without_weights():
+        module, _ = zoo.build("vit-tiny")
+    assert all(p.is_meta for p in module.parameters())
+    assert not any(b.is_meta for b in module.buffers())
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "vit-odd"])
+def test_zoo_captures_the_same_graph_every_time(name: str) -> None:
+    first = zoo.capture_zoo(name)
+    assert first.hash == zoo.capture_named(name).hash
+    assert first.hash != zoo.capture_zoo(name, batch=2).hash
+    assert first.meta["command"].startswith(f"layoutopt capture {name} --batch 3")
+
+
+def test_minilm_has_the_published_shapes() -> None:
+    graph = zoo.capture_zoo("minilm", batch=2, seq=16, num_labels=3, optimizer="none")
+    parameters = {t.name: t.shape for t in graph.by_role("parameter")}
+    assert sum(t.size_elems for t in graph.by_role("parameter")) == 22_713_216 + 3 * 385
+    assert parameters["classifier.weight"] == (3, 384)
+    assert parameters["bert.embeddings.word_embeddings.weight"] == (30522, 384)
+
+
+def test_shipped_digits_graph_is_what_its_command_makes() -> None:
+    from layoutopt.models import shipped
+    from layoutopt.passes import run_passes
+
+    graph = shipped("vit-digits")
+    assert graph.meta["command"] == "layoutopt capture vit-digits --batch 64 --optimizer adamw"
+    again, _ = run_passes(zoo.capture_named("vit-digits", batch=64, optimizer="adamw"))
+    assert again.hash == graph.hash, f"run `{graph.meta['command']} -o layoutopt/data/vit-digits.graph`"
+
+
+def test_users_own_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_for_capture.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    return torch.nn.Linear(3, 2), (torch.zeros(4, 3),), lambda m, b: (m(*b).mean(), m(*b))\n"
+        "def wrong():\n"
+        "    return 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    graph = zoo.capture_named("mine_for_capture:make", optimizer="sgd")
+    assert (graph.name, graph.outputs) == ("make", ("loss", "output"))
+    for name, match in (
+        ("mine_for_capture:wrong", "returned int, expected"),
+        ("mine_for_capture:absent", "cannot load"),
+        ("no_such_module_here:make", "cannot load"),
+        ("minilm:", "neither a zoo model"),
+        ("resnet", "unknown model 'resnet': choose among minilm"),
+    ):
+        with pytest.raises(GraphError, match=match):
+            zoo.capture_named(name)
+    with pytest.raises(GraphError, match="brings its own batch"):
+        zoo.capture_named("mine_for_capture:make", batch=3)
+    with pytest.raises(GraphError, match="takes images"):
+        zoo.capture_named("vit-odd", seq=8)
+    with pytest.raises(GraphError, match="unknown optimizer 'lion'"):
+        zoo.capture_named("vit-odd", optimizer="lion")
