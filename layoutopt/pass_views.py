@@ -152,9 +152,8 @@ def fold_views(graph: TrainingGraph, notes: Notes | None = None) -> TrainingGrap
 def _adopt_outputs(graph: TrainingGraph, notes: Notes) -> TrainingGraph:
     """A graph output that is a reshape or permute of a computed tensor is computed in place of it."""
     aliased = {o.tensor for op in graph.ops for pair in op.inplace for o in (op.outputs[pair[0]], op.inputs[pair[1]])}
-    for op in graph.ops:
-        if not is_copy(graph, op) or op.outputs[0].tensor not in graph.outputs:
-            continue
+    for name in [op.name for op in graph.ops if is_copy(graph, op) and op.outputs[0].tensor in graph.outputs]:
+        op = next(o for o in graph.ops if o.name == name)
         (inner,), (outer,) = op.inputs, op.outputs
         old, new = graph.tensors[inner.tensor], graph.tensors[outer.tensor]
         fixed = (
