@@ -139,7 +139,7 @@ class _Writer:
         kind = "i" if op != "div" and all(k == "i" for k, _ in args) else "f"
         texts = [self._to(kind, x) for x in args]
         if op == "pow":
-            return kind, self._power(kind, *texts, refs[1][1] if refs[1][0] == "c" else None)
+            return kind, self._power(kind, texts[0], texts[1], refs[1][1] if refs[1][0] == "c" else None)
         return kind, self._arithmetic(op, kind, texts)
 
     def _arithmetic(self, op: str, kind: str, texts: list[str]) -> str:

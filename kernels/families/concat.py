@@ -60,7 +60,7 @@ class Concat:
     """See the module docstring."""
 
     name = "concat"
-    kinds = ("concat",)
+    kinds: tuple[str, ...] = ("concat",)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Walks in several widths."""
@@ -118,7 +118,7 @@ class Iota:
     """``y[i] = start + step * i``."""
 
     name = "iota"
-    kinds = ("iota",)
+    kinds: tuple[str, ...] = ("iota",)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """One, by scalars: it is short and runs once a step."""

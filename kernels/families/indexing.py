@@ -24,7 +24,7 @@ class Indexing:
     """See the module docstring."""
 
     name = "indexing"
-    kinds = ("gather", "scatter_add")
+    kinds: tuple[str, ...] = ("gather", "scatter_add")
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Widths, and for scatter_add both ways of owning."""

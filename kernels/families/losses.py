@@ -47,7 +47,7 @@ class Losses:
     """See the module docstring."""
 
     name = "losses"
-    kinds = ("nll_loss", *_OPS)
+    kinds: tuple[str, ...] = ("nll_loss", *_OPS)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Row variants along the classes; for nll_loss the items of its one work group."""
@@ -91,7 +91,7 @@ def _mean_launch(variant: KernelVariant, spec: OpSpec, operands: tuple[tuple[str
         Phase((), (Access(loss, (), write=True), Access(weight, (), write=True))),
     )
     nest = Nest((Loop("g", 1, "group"), Loop("t", items, "item")), phases)
-    defines = (("N", n), ("L", items), ("IGNORE", int(spec.attr("ignore_index", -100))))
+    defines: tuple[tuple[str, int], ...] = (("N", n), ("L", items), ("IGNORE", int(spec.attr("ignore_index", -100))))
     if what == "LOGP":
         defines = (*defines, ("OP_nll", 1))
     return Launch("losses.cl", "mean_loss", operands, nest, (items,), (items,), defines)

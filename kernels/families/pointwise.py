@@ -35,7 +35,7 @@ class Pointwise:
     """See the module docstring."""
 
     name = "pointwise"
-    kinds = ("pointwise",)
+    kinds: tuple[str, ...] = ("pointwise",)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Widths and leads; ``fat`` on CPUs, ``thin`` on GPUs."""

@@ -48,7 +48,7 @@ class Reduce:
     """See the module docstring."""
 
     name = "reduce"
-    kinds = tuple(_OPS)
+    kinds: tuple[str, ...] = tuple(_OPS)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Orientations and widths, each whole and, where that leaves compute units idle, split."""

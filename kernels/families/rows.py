@@ -67,7 +67,7 @@ class Rows:
     """See the module docstring."""
 
     name = "rows"
-    kinds = tuple(OPS)
+    kinds: tuple[str, ...] = tuple(OPS)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Orientations and widths for the device's kind."""
