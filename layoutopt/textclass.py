@@ -21,7 +21,7 @@ from layoutopt.errors import LayoutOptError
 from layoutopt.files import write_atomic
 from layoutopt.graph import TrainingGraph
 
-__all__ = ["RunState", "Source", "load_run", "pretrained", "save_run", "source_of"]
+__all__ = ["RunState", "Source", "classes_of", "initial", "load_run", "load_state", "pretrained", "save_run", "source_of"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
 _STATE_FILE = "training_state.safetensors"
@@ -89,6 +89,12 @@ def source_of(directory: str | Path) -> Source:
         if not (where / name).is_file():
             raise LayoutOptError(f"checkpoint {where} has no {name}: expected a directory written by `layoutopt train`")
     return Source(where)
+
+
+def classes_of(source: Source) -> tuple[str, ...]:
+    """The labels that a fine-tuned checkpoint knows, in the order of its logits; empty for a pretrained one."""
+    named = source.config.get("id2label") if not source.prefix else None
+    return tuple(named[key] for key in sorted(named, key=int)) if named else ()
 
 
 def initial(graph: TrainingGraph, source: Source, seed: int) -> dict[str, np.ndarray]:

@@ -133,6 +133,7 @@ def fit(
     hyper: Callable[[int, float], Mapping[str, np.ndarray]],
     seed: int = 0,
     first_step: int = 0,
+    last_step: int | None = None,
     history: History | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> History:
@@ -146,6 +147,7 @@ def fit(
         hyper: step and rate to the optimizer's scalar inputs.
         seed: of the order.
         first_step: steps already taken (resuming): they are skipped, not repeated.
+        last_step: stop after this step even within an epoch.
         history: to append to.
         on_step: called with (step, loss) after each.
 
@@ -166,6 +168,8 @@ def fit(
             step += 1
             if step <= first_step:
                 continue
+            if last_step is not None and step > last_step:
+                return record
             executor.step({**batch, **hyper(step, schedule(step))})
             loss = float(executor.read(loss_name))
             if not math.isfinite(loss):

@@ -1,0 +1,5 @@
+"""``python -m layoutopt``."""
+
+from layoutopt.cli import run
+
+run()

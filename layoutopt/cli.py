@@ -1,0 +1,457 @@
+"""The command line: ``layoutopt devices | capture | calibrate | plan | simulate | compare | train | demo``.
+
+Every command takes ``--json`` for machines and prints tables and progress for people (progress on standard error). Bad
+input is one sentence on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from layoutopt import __version__
+from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.show import Progress, emit, out, say, table
+
+if TYPE_CHECKING:
+    from kernels.runtime import Runtime
+    from layoutopt.graph import TrainingGraph
+
+app = typer.Typer(
+    name="layoutopt",
+    help="Choose the memory layout of every tensor of a training step at once, prove the choice, run it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="Index or part of 'platform version | name' (see `layoutopt devices`).")
+]
+Model = Annotated[str | None, typer.Option("--device-model", help="Device model: a file or a built-in name.")]
+Memory = Annotated[str | None, typer.Option("--memory", help="Device memory the step may use: 512MiB, 2GiB, …")]
+Strategy = Annotated[str, typer.Option("--strategy", help="ilp (exact), greedy, ideal, rowmajor, …")]
+TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    import click
+
+    try:
+        from layoutopt.clash import check
+
+        check()
+        result = app(args=list(argv) if argv is not None else None, standalone_mode=False)
+        return int(result or 0)
+    except LayoutOptError as error:
+        say(f"layoutopt: error: {error}")
+        return 2
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        say("layoutopt: interrupted")
+        return 130
+    except click.exceptions.Exit as stop:
+        return int(stop.exit_code)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+
+
+def run() -> None:
+    """Console-script entry."""
+    sys.exit(main())
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        out(f"layoutopt {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def devices(json: Json = False) -> None:
+    """What OpenCL sees here, with limits and which calibration applies; and the device models that ship."""
+    from costmodel.device import list_builtin
+    from kernels import runtime
+    from layoutopt.models import calibrated_path
+
+    found = runtime.devices()
+    rows = []
+    for d in found:
+        path = calibrated_path(d)
+        rows.append(
+            {
+                "index": d.index,
+                "label": d.label,
+                "driver": d.driver,
+                "version": d.version,
+                "kind": d.limits.kind,
+                "compute_units": d.limits.compute_units,
+                "global_mem_bytes": d.limits.global_mem_bytes,
+                "max_alloc_bytes": d.limits.max_alloc_bytes,
+                "local_mem_bytes": d.limits.local_mem_bytes,
+                "max_work_group_size": d.limits.max_work_group_size,
+                "images": d.limits.image_support,
+                "note": d.note,
+                "calibration": str(path) if path.is_file() else None,
+            }
+        )
+    reason = runtime.no_device_reason()
+    if json:
+        emit({"devices": rows, "reason": reason, "builtin_models": list_builtin()})
+        return
+    if not rows:
+        out(f"no OpenCL device: {reason}")
+    for row in rows:
+        out(f"{row['index']}: {row['label']}")
+        out(f"   {row['kind']}, {row['compute_units']} compute units, driver {row['driver']}, {row['version']}")
+        out(
+            f"   memory {_bytes(row['global_mem_bytes'])} (one buffer {_bytes(row['max_alloc_bytes'])}), "
+            f"local {_bytes(row['local_mem_bytes'])}, work group {row['max_work_group_size']}, "
+            f"images {'yes' if row['images'] else 'no'}"
+        )
+        if row["note"]:
+            out(f"   note: {row['note']}")
+        out(f"   calibration: {row['calibration'] or 'none (run `layoutopt calibrate`)'}")
+    out(f"device models that ship: {', '.join(list_builtin())}")
+
+
+@app.command()
+def capture(
+    model: Annotated[str | None, typer.Argument(help="A zoo name or package.module:factory.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Graph file to write.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", min=1)] = None,
+    seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens a sample (text models).")] = None,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or none.")] = "adamw",
+    labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the models that are known.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every view that folded or did not, and why.")] = False,
+    json: Json = False,
+) -> None:
+    """Capture a model's training step to a graph file: forward, loss, backward, update."""
+    from layoutopt.facade import capture_model, known_models
+
+    if list_ or model is None:
+        if not list_:
+            raise LayoutOptError("capture needs a model: a zoo name (see `layoutopt capture --list`) or module:factory")
+        names = known_models()
+        emit(names) if json else table(["model", "what"], [[n, what] for n, what in names.items()])
+        return
+    graph, report = capture_model(model, batch=batch, seq=seq, optimizer=optimizer, labels=labels)
+    target = output or Path(f"{model.replace(':', '-').replace('.', '-')}.graph")
+    from layoutopt.graphfile import save
+
+    save(graph, target)
+    if json:
+        emit({"file": str(target), **_graph_facts(graph), "passes": report.lines()})
+        return
+    for line in report.lines():
+        if verbose or not line.startswith(" "):
+            out(line)
+    facts = _graph_facts(graph)
+    out(f"{facts['ops']} ops, {facts['tensors']} tensors, {facts['parameters']:,} parameters")
+    out(f"wrote {target} ({target.stat().st_size / 1024:.0f} KiB)")
+
+
+@app.command()
+def calibrate(
+    graph: Annotated[list[str] | None, typer.Option("--graph", help="Graphs to calibrate for (file or shipped).")] = None,
+    device: Device = None,
+    budget: Annotated[float, typer.Option("--budget", min=5.0, help="Seconds.")] = 100.0,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File; the user's data folder by default.")] = None,
+    json: Json = False,
+) -> None:
+    """Run microbenchmarks on a device and write its device model, with the error on kernels held out from the fit."""
+    from costmodel import device as device_models
+    from costmodel.calibrate import calibrate as run_calibration
+    from layoutopt.models import calibrated_path, find_graph
+
+    runtime = _runtime(device)
+    graphs = tuple(find_graph(g) for g in graph or ())
+    with Progress("calibrating", quiet=json) as bar:
+        model = run_calibration(runtime, budget_s=budget, graphs=graphs, progress=bar.fraction)
+    path = output or calibrated_path(runtime.device)
+    if output is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    device_models.save(model, path)
+    report = model.held_out
+    if json:
+        emit({"file": str(path), "device": model.name, "measured": len(model.measurements), "held_out": report})
+        return
+    out(f"{model.name}: {len(model.measurements)} kernels measured in {model.budget_s:.0f} s")
+    if report is None:
+        out("held-out error: too few kernels were measured to keep any out")
+    else:
+        out(
+            f"held-out error over {report.kernels} kernels: median {report.median_error:.0%}, 90th percentile "
+            f"{report.p90_error:.0%}, within 10% {report.within_10:.0%}, within 20% {report.within_20:.0%}, "
+            f"Kendall tau {report.tau:.2f}"
+        )
+    out(f"wrote {path}")
+
+
+@app.command()
+def plan(
+    graph: Annotated[str, typer.Argument(help="Graph file, or the name of one that ships.")],
+    device_model: Model = None,
+    device: Device = None,
+    strategy: Strategy = "ilp",
+    memory: Memory = None,
+    time_limit: TimeLimit = 60.0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.json"),
+    json: Json = False,
+) -> None:
+    """Choose all layouts of a graph at once and write the plan, validated."""
+    from layoutopt import plan as plans
+    from layoutopt.facade import solve_plan
+    from layoutopt.models import find_graph
+
+    loaded = find_graph(graph)
+    model = _model(device_model, device, loaded, json)
+    with Progress("planning", quiet=json) as bar:
+        solved = solve_plan(
+            loaded, model, strategy=strategy, memory=memory, time_limit_s=time_limit, progress=bar.fraction
+        )
+    plans.save(solved, output)
+    facts = _plan_facts(solved)
+    if json:
+        emit({"file": str(output), **facts})
+        return
+    table(["", ""], [[k.replace("_", " "), _cell(k, v)] for k, v in facts.items()])
+    out(f"wrote {output}")
+
+
+@app.command()
+def simulate(
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN")],
+    device_model: Model = None,
+    device: Device = None,
+    graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if it is not beside the plan.")] = None,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 12,
+    max_accesses: Annotated[int, typer.Option("--max-accesses", min=1000, help="Per launch before sampling.")] = 200_000,
+    json: Json = False,
+) -> None:
+    """Run a plan's addresses through the device model's caches: hits, misses and bytes per op, tensor and phase."""
+    from layoutopt import plan as plans
+    from layoutopt.models import graph_of_plan
+    from simulator.report import as_json, print_report
+    from simulator.simulate import simulate as run_simulation
+
+    loaded_plan = plans.load(plan_file)
+    loaded = graph_of_plan(loaded_plan, plan_file, graph)
+    model = _model(device_model, device, loaded, json)
+    plans.validate(loaded_plan, loaded, None, model.limits)
+    with Progress("simulating", quiet=json) as bar:
+        report = run_simulation(loaded, loaded_plan, model, max_accesses=max_accesses, progress=bar.count)
+    if json:
+        emit(as_json(report))
+    else:
+        print_report(report, top)
+
+
+@app.command()
+def compare(
+    graph: Annotated[str, typer.Argument(help="Graph file, or the name of one that ships.")],
+    device_model: Model = None,
+    device: Device = None,
+    strategies: Annotated[str, typer.Option("--strategies", help="Comma-separated; all by default.")] = "",
+    memory: Memory = None,
+    time_limit: TimeLimit = 60.0,
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Run each plan on the device.")] = True,
+    caches: Annotated[bool, typer.Option("--simulate/--no-simulate", help="Run the cache simulator.")] = True,
+    rounds: Annotated[int, typer.Option("--rounds", min=3, help="Measured steps of each plan, interleaved.")] = 15,
+    json: Json = False,
+) -> None:
+    """Every strategy side by side: predicted, simulated, measured."""
+    from layoutopt.compare import compare as run_compare
+    from layoutopt.facade import solve_all
+    from layoutopt.models import find_graph
+
+    loaded = find_graph(graph)
+    runtime = _runtime(device) if measure else None
+    model = _model(device_model, device, loaded, json, runtime)
+    names = [s.strip() for s in strategies.split(",") if s.strip()]
+    with Progress("planning", quiet=json) as bar:
+        plans = solve_all(loaded, model, names, memory=memory, time_limit_s=time_limit, progress=bar.fraction)
+    with Progress("comparing", quiet=json) as bar:
+        rows = run_compare(
+            loaded, plans, model, runtime=runtime, simulate_caches=caches, rounds=rounds, progress=bar.stage
+        )
+    if json:
+        emit({"graph": loaded.name, "device": model.name, "rows": rows})
+        return
+    print_rows(rows)
+
+
+def print_rows(rows: Sequence[object]) -> None:
+    """The comparison as a table."""
+    from layoutopt.compare import Row
+
+    data = [row for row in rows if isinstance(row, Row)]
+    levels = list(data[0].misses) if data else []
+    head = ["strategy", "status", "predicted ms", "measured ms", "±", "relayouts", "moved MiB", "arena MiB"]
+    head += [f"{name} misses M" for name in levels] + (["memory MiB"] if levels else [])
+    body = []
+    for row in data:
+        cells = [
+            row.strategy,
+            row.status,
+            f"{row.predicted_s * 1e3:.2f}",
+            f"{row.measured_s * 1e3:.2f}" if row.measured_s is not None else "-",
+            f"{row.spread_s * 1e3:.2f}" if row.spread_s is not None else "-",
+            str(row.relayouts),
+            f"{row.relayout_bytes / 2**20:.2f}",
+            f"{row.arena_bytes / 2**20:.2f}",
+        ]
+        cells += [f"{row.misses[name] / 1e6:.3f}" for name in levels]
+        cells += [f"{(row.memory_bytes or 0) / 2**20:.1f}"] if levels else []
+        body.append(cells)
+    table(head, body)
+    walked = [row.walked for row in data if row.walked is not None]
+    if walked:
+        out(f"simulated misses: {min(walked):.0%} of the accesses walked, the rest extrapolated by work groups")
+
+
+@app.command()
+def train(
+    model: Annotated[str, typer.Argument(help="minilm, or a graph file / shipped graph with an .npz or the digits.")],
+    data: Annotated[str, typer.Option("--data", help="label<TAB>text file, .npz of graph inputs, or 'digits'.")],
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Checkpoint directory to write.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Start from this directory.")] = None,
+    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 1,
+    batch: Annotated[int, typer.Option("--batch", min=1)] = 16,
+    seq: Annotated[int, typer.Option("--seq", min=2)] = 64,
+    lr: Annotated[float, typer.Option("--lr", min=0.0)] = 5e-5,
+    held_out: Annotated[float, typer.Option("--held-out", min=0.0, max=0.9, help="Share kept for evaluation.")] = 0.2,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="Stop early (the state is saved).")] = None,
+    device: Device = None,
+    device_model: Model = None,
+    strategy: Strategy = "ilp",
+    memory: Memory = None,
+    time_limit: TimeLimit = 60.0,
+    calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,
+    json: Json = False,
+) -> None:
+    """Plan and fine-tune on the device: loss, accuracy, throughput, a checkpoint."""
+    from layoutopt.finetune import Settings, finetune
+
+    settings = Settings(
+        model, data, out_dir, resume, checkpoint, epochs, batch, seq, lr, held_out, seed, max_steps, strategy, memory,
+        time_limit, calibration, device_model,
+    )
+    runtime = _runtime(device)
+    with Progress("training", quiet=json) as bar:
+        result = finetune(settings, runtime, announce=say, progress=bar)
+    if json:
+        emit(result)
+        return
+    out(
+        f"{result.steps} steps in {result.seconds:.1f} s ({result.samples_per_s:.1f} samples/s), "
+        f"loss {result.first_loss:.4f} → {result.last_loss:.4f}"
+    )
+    if result.accuracy is not None:
+        out(f"held-out accuracy {result.accuracy:.2%} over {result.held_out_samples} samples")
+    if result.directory:
+        out(f"checkpoint in {result.directory}")
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the figures.")] = Path("demo"),
+    device: Device = None,
+    epochs: Annotated[int, typer.Option("--epochs", min=1)] = 40,
+    calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds.")] = 45.0,
+    json: Json = False,
+) -> None:
+    """A vision transformer learns handwritten digits on the OpenCL device: calibrate, plan, train, compare."""
+    from layoutopt.demo import run_demo
+
+    with Progress("demo", quiet=json) as bar:
+        summary, rows = run_demo(_runtime(device), output, epochs=epochs, calibration_s=calibration, say=say, bar=bar)
+    if json:
+        emit(summary)
+        return
+    print_rows(rows)
+    out(f"held-out accuracy {summary['accuracy']:.2%} after {summary['seconds']:.0f} s; figures in {output}/")
+
+
+# ---- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _runtime(selector: str | None) -> Runtime:
+    from kernels.runtime import Runtime, pick
+
+    return Runtime(pick(selector))
+
+
+def _model(given: str | None, selector: str | None, graph: TrainingGraph, quiet: bool, runtime: Runtime | None = None):
+    from layoutopt.models import device_model
+
+    if given is None and runtime is None:
+        try:
+            runtime = _runtime(selector)
+        except DeviceError as error:
+            raise DeviceError(f"{error}; without a device give --device-model") from error
+    with Progress("calibrating", quiet=quiet) as bar:
+        return device_model(given, runtime, [graph], announce=say, progress=bar.fraction)
+
+
+def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:
+    parameters = sum(t.size_elems for t in graph.by_role("parameter"))
+    return {
+        "name": graph.name,
+        "hash": graph.hash,
+        "ops": len(graph.ops),
+        "tensors": len(graph.tensors),
+        "parameters": parameters,
+    }
+
+
+def _plan_facts(plan) -> dict[str, object]:  # noqa: ANN001
+    from layoutopt.compare import predicted_s
+
+    measured = sum(o.cost.measured for o in plan.ops)
+    return {
+        "graph": plan.graph_name,
+        "device": plan.device_name,
+        "strategy": plan.solver.strategy,
+        "status": plan.solver.status,
+        "gap": plan.solver.gap,
+        "solve_s": plan.solver.seconds,
+        "ops": len(plan.ops),
+        "costs_measured": measured,
+        "costs_predicted": len(plan.ops) - measured,
+        "relayouts": len(plan.relayouts),
+        "relayout_bytes": sum(r.bytes_moved for r in plan.relayouts),
+        "arena_bytes": plan.arena_bytes,
+        "predicted_step_s": predicted_s(plan),
+    }
+
+
+def _cell(key: str, value: object) -> str:
+    if key.endswith("_bytes") and isinstance(value, int):
+        return _bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _bytes(n: int) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.4g} {unit}"
+        n /= 1024  # type: ignore[assignment]
+    return str(n)
+
+
+if __name__ == "__main__":
+    run()

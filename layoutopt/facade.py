@@ -1,0 +1,97 @@
+"""The verbs behind the command line: capture by name, plan by strategy name and memory in words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from layoutopt.errors import LayoutOptError
+from layoutopt.graph import TrainingGraph
+from layoutopt.passes import PassReport, run_passes
+from layoutopt.plan import Plan
+
+if TYPE_CHECKING:
+    from costmodel.device import DeviceModel
+
+__all__ = ["capture_model", "known_models", "memory_bytes", "solve_all", "solve_plan"]
+
+_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def memory_bytes(text: str | None) -> int | None:
+    """``512MiB`` as bytes.
+
+    Raises:
+        LayoutOptError: not a size.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)?\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise LayoutOptError(f"memory {text!r} is not a size: expected a number with B, KiB, MiB or GiB, such as 512MiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
+
+
+def known_models() -> dict[str, str]:
+    """Zoo names with what each is."""
+    from layoutopt import zoo
+
+    return dict(zoo.MODELS)
+
+
+def capture_model(
+    name: str, *, batch: int | None, seq: int | None, optimizer: str, labels: int | None
+) -> tuple[TrainingGraph, PassReport]:
+    """Capture a zoo model or ``package.module:factory`` and run the passes.
+
+    Raises:
+        LayoutOptError: torch is not installed, or the name or optimizer is unknown.
+    """
+    try:
+        from layoutopt import zoo
+    except ImportError as error:
+        raise LayoutOptError(f"capturing needs {error.name}: pip install 'layoutopt[torch]'") from error
+    return run_passes(zoo.capture_named(name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels))
+
+
+def solve_plan(
+    graph: TrainingGraph,
+    model: DeviceModel,
+    *,
+    strategy: str = "ilp",
+    memory: str | None = None,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str, float], None] | None = None,
+) -> Plan:
+    """One validated plan."""
+    return solve_all(
+        graph, model, [strategy], memory=memory, time_limit_s=time_limit_s, progress=progress
+    )[strategy]
+
+
+def solve_all(
+    graph: TrainingGraph,
+    model: DeviceModel,
+    strategies: Sequence[str] = (),
+    *,
+    memory: str | None = None,
+    time_limit_s: float = 60.0,
+    progress: Callable[[str, float], None] | None = None,
+) -> dict[str, Plan]:
+    """A validated plan per strategy (all of them by default), from one set of cost tables."""
+    from costmodel.model import CostModel
+    from layoutopt import planner
+
+    names = list(strategies) or list(planner.STRATEGIES)
+    unknown = sorted(set(names) - set(planner.STRATEGIES))
+    if unknown:
+        raise LayoutOptError(f"unknown strategy {unknown[0]!r}: choose among {', '.join(planner.STRATEGIES)}")
+    return planner.plan_all(
+        graph,
+        CostModel(model),
+        names,
+        memory_bytes=memory_bytes(memory),
+        time_limit_s=time_limit_s,
+        progress=progress,
+    )

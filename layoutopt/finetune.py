@@ -1,0 +1,288 @@
+"""``layoutopt train``: data, model, plan and loop put together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from layoutopt import textclass, textdata
+from layoutopt.errors import LayoutOptError
+from layoutopt.facade import capture_model, solve_plan
+from layoutopt.graph import TrainingGraph
+from layoutopt.models import device_model, find_graph, shipped_names
+from layoutopt.show import Progress
+from layoutopt.textclass import RunState
+from layoutopt.train import Dataset, History, Schedule, evaluate, fit
+
+if TYPE_CHECKING:
+    from kernels.execute import Executor
+    from kernels.runtime import Runtime
+
+__all__ = ["Result", "Settings", "finetune"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``layoutopt train`` was asked for; see its options."""
+
+    model: str
+    data: str
+    out_dir: Path | None = None
+    resume: Path | None = None
+    checkpoint: Path | None = None
+    epochs: int = 1
+    batch: int = 16
+    seq: int = 64
+    lr: float = 5e-5
+    held_out: float = 0.2
+    seed: int = 0
+    max_steps: int | None = None
+    strategy: str = "ilp"
+    memory: str | None = None
+    time_limit_s: float = 60.0
+    calibration_s: float = 60.0
+    device_model: str | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came out.
+
+    Attributes:
+        steps: steps taken in this call.
+        seconds: host seconds of the training loop.
+        samples_per_s: throughput.
+        losses: of every step.
+        accuracy: on the held-out samples; None where none were held out.
+        held_out_samples: how many.
+        directory: checkpoint directory, if one was written.
+        strategy: of the plan.
+        predicted_step_s: by the plan.
+    """
+
+    steps: int
+    seconds: float
+    samples_per_s: float
+    losses: tuple[float, ...]
+    accuracy: float | None
+    held_out_samples: int
+    directory: str | None
+    strategy: str
+    predicted_step_s: float
+
+    @property
+    def first_loss(self) -> float:
+        """Of the first step."""
+        return self.losses[0]
+
+    @property
+    def last_loss(self) -> float:
+        """Mean of the last tenth of the steps."""
+        tail = self.losses[-max(len(self.losses) // 10, 1) :]
+        return sum(tail) / len(tail)
+
+
+def finetune(settings: Settings, runtime: Runtime, *, announce: Callable[[str], None], progress: Progress) -> Result:
+    """Plan and train.
+
+    Raises:
+        LayoutOptError: any of the settings, files or numbers is bad; nothing half-written stays behind.
+    """
+    if settings.model == "minilm":
+        return _finetune_text(settings, runtime, announce, progress)
+    return _finetune_arrays(settings, runtime, announce, progress)
+
+
+def _executor(
+    settings: Settings,
+    graph: TrainingGraph,
+    values: dict[str, np.ndarray],
+    runtime: Runtime,
+    announce: Callable[[str], None],
+    progress: Progress,
+) -> tuple[Executor, float]:
+    """The plan, ready to run, and its predicted seconds a step."""
+    from kernels.execute import Executor
+    from layoutopt.compare import predicted_s
+
+    model = device_model(
+        settings.device_model,
+        runtime,
+        [graph],
+        budget_s=settings.calibration_s,
+        announce=announce,
+        progress=progress.fraction,
+    )
+    plan = solve_plan(
+        graph,
+        model,
+        strategy=settings.strategy,
+        memory=settings.memory,
+        time_limit_s=settings.time_limit_s,
+        progress=progress.fraction,
+    )
+    announce(
+        f"plan: {plan.solver.strategy} {plan.solver.status}, {len(plan.relayouts)} relayouts, "
+        f"arena {plan.arena_bytes / 2**20:.1f} MiB, predicted step {predicted_s(plan) * 1e3:.1f} ms"
+    )
+    return Executor(runtime, graph, plan, values), predicted_s(plan)
+
+
+def _run(
+    settings: Settings,
+    executor: Executor,
+    predicted: float,
+    training: Dataset,
+    held_out: Dataset | None,
+    progress: Progress,
+    first_step: int = 0,
+) -> Result:
+    from layoutopt.optimizers import hyper_values
+
+    size = executor.graph.tensors[training.target].shape[0]
+    per_epoch = -(-len(training) // size)
+    total = settings.epochs * per_epoch
+    if settings.max_steps is not None:
+        total = min(total, first_step + settings.max_steps)
+    if first_step >= total:
+        raise LayoutOptError(f"nothing left to train: the run has taken {first_step} of {total} steps; raise --epochs")
+    optimizer = executor.graph.meta.get("optimizer")
+    history = History()
+    started = time.perf_counter()
+
+    def report(step: int, loss: float) -> None:
+        progress.stage(f"step {step}/{total} loss {loss:.4f}", step, total)
+
+    fit(
+        executor,
+        training,
+        epochs=settings.epochs,
+        schedule=Schedule(settings.lr, total),
+        hyper=lambda step, lr: hyper_values(optimizer, step, lr),
+        seed=settings.seed,
+        first_step=first_step,
+        last_step=total,
+        history=history,
+        on_step=report,
+    )
+    seconds = time.perf_counter() - started
+    accuracy = evaluate(executor, held_out)[0] if held_out is not None else None
+    return Result(
+        len(history.losses),
+        seconds,
+        len(history.losses) * size / seconds,
+        tuple(history.losses),
+        accuracy,
+        len(held_out) if held_out is not None else 0,
+        None,
+        settings.strategy,
+        predicted,
+    )
+
+
+def _finetune_text(
+    settings: Settings, runtime: Runtime, announce: Callable[[str], None], progress: Progress
+) -> Result:
+    text = textdata.read_labelled_text(settings.data)
+    if text.header:
+        announce(f"first line of {settings.data} is a header: {text.header!r}")
+    state = textclass.load_state(settings.resume) if settings.resume else None
+    if state is not None:
+        # What shaped the run so far stays; --epochs may extend it.
+        settings = replace(settings, batch=state.batch, seq=state.seq, seed=state.seed, lr=state.lr)
+        source = textclass.source_of(settings.resume)  # type: ignore[arg-type]
+    else:
+        source = textclass.source_of(settings.checkpoint) if settings.checkpoint else textclass.pretrained("minilm")
+    known = state.classes if state else textclass.classes_of(source)
+    classes = known or text.classes
+    labels = textdata.label_ids(text.labels, classes, settings.data)
+    if len(classes) < 2:
+        raise LayoutOptError(f"{settings.data} has only the label {classes[0]!r}: a classifier needs at least two")
+    data = Dataset(
+        {**textdata.encode(text.texts, source.directory / "tokenizer.json", settings.seq), "labels": labels}
+    )
+    graph, _ = capture_model("minilm", batch=settings.batch, seq=settings.seq, optimizer="adamw", labels=len(classes))
+    data = Dataset({name: x for name, x in data.inputs.items() if name in graph.tensors})
+    training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
+    values = (
+        textclass.load_run(settings.resume, graph) if settings.resume else textclass.initial(graph, source, settings.seed)
+    )
+    announce(f"{len(training)} training and {len(held_out or ())} held-out samples, classes {', '.join(classes)}")
+    executor, predicted = _executor(settings, graph, values, runtime, announce, progress)
+    result = _run(settings, executor, predicted, training, held_out, progress, state.step if state else 0)
+    directory = settings.out_dir or settings.resume
+    if directory is not None:
+        reached = RunState(
+            (state.step if state else 0) + result.steps,
+            settings.epochs,
+            settings.seed,
+            tuple(classes),
+            settings.batch,
+            settings.seq,
+            settings.lr,
+        )
+        textclass.save_run(directory, graph, executor.values(), source, reached)
+        result = replace(result, directory=str(directory))
+    return result
+
+
+def _finetune_arrays(
+    settings: Settings, runtime: Runtime, announce: Callable[[str], None], progress: Progress
+) -> Result:
+    from layoutopt.checkpoint import initial_values, load_safetensors, save_safetensors
+
+    if settings.resume is not None:
+        raise LayoutOptError("--resume continues text runs only: give --checkpoint FILE.safetensors to start from weights")
+    graph = find_graph(settings.model)
+    data = _arrays(settings.data, graph)
+    training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
+    values = initial_values(graph, settings.seed)
+    if settings.checkpoint is not None:
+        values.update(load_safetensors(graph, settings.checkpoint))
+    executor, predicted = _executor(settings, graph, values, runtime, announce, progress)
+    result = _run(settings, executor, predicted, training, held_out, progress)
+    if settings.out_dir is not None:
+        settings.out_dir.mkdir(parents=True, exist_ok=True)
+        trained = executor.values()
+        parameters = {t.name: trained[t.name] for t in graph.by_role("parameter")}
+        save_safetensors(settings.out_dir / "model.safetensors", parameters, {"format": "pt"})
+        result = replace(result, directory=str(settings.out_dir))
+    return result
+
+
+def _arrays(data: str, graph: TrainingGraph) -> Dataset:
+    """The digits, or an .npz whose arrays are named as the graph's inputs."""
+    needed = [t for t in graph.by_role("input") if t.shape]
+    if data == "digits":
+        from layoutopt import digits
+
+        loaded = digits.load()
+    else:
+        file = Path(data)
+        if not file.is_file():
+            hint = ", ".join(shipped_names())
+            raise LayoutOptError(f"no data file at {file}: expected an .npz of graph inputs, or 'digits' (graphs: {hint})")
+        try:
+            with np.load(file, allow_pickle=False) as archive:
+                loaded = Dataset({name: archive[name] for name in archive.files})
+        except (ValueError, OSError) as error:
+            raise LayoutOptError(f"{file} is not an .npz of arrays ({error})") from error
+    missing = [t.name for t in needed if t.name not in loaded.inputs]
+    if missing:
+        raise LayoutOptError(f"{data} lacks {', '.join(missing)}: it has {', '.join(loaded.inputs)}")
+    chosen: dict[str, Any] = {}
+    for tensor in needed:
+        array = loaded.inputs[tensor.name]
+        if array.shape[1:] != tensor.shape[1:]:
+            raise LayoutOptError(
+                f"{data}: {tensor.name} has samples of shape {array.shape[1:]}, the graph takes {tensor.shape[1:]}"
+            )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise LayoutOptError(f"{data}: {tensor.name} holds NaN or infinity")
+        chosen[tensor.name] = array
+    return Dataset(chosen)

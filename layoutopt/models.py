@@ -1,0 +1,109 @@
+"""Finding things by name for the face: graphs (files, shipped captures, zoo names), device models, plans' graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layoutopt.errors import DeviceError, GraphError
+from layoutopt.graph import TrainingGraph
+from layoutopt.graphfile import decode, load
+from layoutopt.plan import Plan
+
+if TYPE_CHECKING:
+    from costmodel.device import DeviceModel
+    from kernels.runtime import DeviceInfo, Runtime
+
+__all__ = ["calibrated_path", "device_model", "find_graph", "graph_of_plan", "shipped", "shipped_names"]
+
+
+def shipped_names() -> list[str]:
+    """Graphs that are part of the package."""
+    data = files("layoutopt") / "data"
+    return sorted(f.name.removesuffix(".graph") for f in data.iterdir() if f.name.endswith(".graph"))
+
+
+def shipped(name: str) -> TrainingGraph:
+    """A graph that is part of the package, by name."""
+    file = files("layoutopt") / "data" / f"{name}.graph"
+    if not file.is_file():
+        raise GraphError(f"no graph named {name!r} ships with layoutopt: there are {', '.join(shipped_names())}")
+    return decode(file.read_bytes(), f"shipped graph {name}")
+
+
+def find_graph(name: str) -> TrainingGraph:
+    """A graph by file name, or by the name of one that ships with the package."""
+    if not Path(name).is_file() and name in shipped_names():
+        return shipped(name)
+    return load(name)
+
+
+def graph_of_plan(plan: Plan, plan_file: Path, given: str | None) -> TrainingGraph:
+    """The graph a plan was made for: as given, else beside the plan, else shipped; matched by hash.
+
+    Raises:
+        GraphError: none matches.
+    """
+    if given is not None:
+        return find_graph(given)
+    beside = [load(f) for f in sorted(plan_file.resolve().parent.glob("*.graph"))]
+    for graph in beside + [shipped(n) for n in shipped_names()]:
+        if graph.hash == plan.graph_hash:
+            return graph
+    raise GraphError(
+        f"the graph of {plan_file} ({plan.graph_name}, {plan.graph_hash[:12]}) is not beside it: give it with --graph"
+    )
+
+
+def calibrated_path(info: DeviceInfo) -> Path:
+    """Where this user's calibration of a device is kept."""
+    from platformdirs import user_data_path
+
+    words = f"{info.platform_version} {info.name} {info.driver}".lower()
+    slug = re.sub(r"[^a-z0-9.]+", "-", words).strip("-")[:120]
+    return user_data_path("layoutopt") / "devices" / f"{slug}.toml"
+
+
+def device_model(
+    given: str | None,
+    runtime: Runtime | None,
+    graphs: Sequence[TrainingGraph] = (),
+    *,
+    budget_s: float = 60.0,
+    announce: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str, float], None] | None = None,
+) -> DeviceModel:
+    """The device model to plan with.
+
+    Args:
+        given: a file or the name of a built-in model; None means the runtime's device.
+        runtime: the device; its stored calibration is used, or made now (and said so) if there is none.
+        graphs: what to calibrate for.
+        budget_s: seconds for a calibration made now.
+        announce: told in one sentence what is used.
+        progress: of a calibration.
+
+    Raises:
+        DeviceError: no model is given and there is no device.
+    """
+    from costmodel import device as devices
+
+    if given is not None:
+        return devices.load(given)
+    if runtime is None:
+        raise DeviceError("no device model: give --device-model FILE, or a name that `layoutopt devices` lists")
+    path = calibrated_path(runtime.device)
+    if path.is_file():
+        announce(f"device model {path}")
+        return devices.load(str(path))
+    from costmodel.calibrate import calibrate
+
+    announce(f"{runtime.device.name} has no calibration here: calibrating for up to {budget_s:.0f} s")
+    model = calibrate(runtime, budget_s=budget_s, graphs=tuple(graphs), progress=progress)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    devices.save(model, path)
+    announce(f"calibration kept in {path}")
+    return model
