@@ -22,13 +22,13 @@ from costmodel.device import FamilyFit, HeldOut, Measurement
 __all__ = ["Sample", "fit", "judge", "kind_of", "levels", "predicted_ns", "samples_of"]
 
 ITERATIONS = 12
-HUBER = 0.25
+HUBER = 0.15
 """Relative error from which a sample's pull stops growing."""
 
-PULL = 0.3
+PULL = 1.0
 """Weight of the coarser fit, in samples per feature."""
 
-MIN_SAMPLES = 3
+MIN_SAMPLES = 4
 """Fewer samples than this make no fit of their own."""
 
 
@@ -94,7 +94,9 @@ def fit(
     ordered = sorted(samples, key=lambda s: (s.label, s.kind, s.ns, s.features))
     x = np.array([s.features for s in ordered], dtype=np.float64)
     y = np.array([s.ns for s in ordered], dtype=np.float64)
-    everything = _solve(x, y, None)
+    # Something runs at each launch, whatever the counts say: no prediction is zero.
+    least = np.array([y.min() / 2 if name == "launches" else 0.0 for name in names])
+    everything = _solve(x, y, None, least)
     found: dict[str, np.ndarray] = {"all": everything}
     out = {"all": _record(everything, x, y, names)}
     for depth in range(-1, -5 if finest == "label" else -4, -1):
@@ -108,32 +110,32 @@ def fit(
                 continue
             own = levels(ordered[rows[0]].label, ordered[rows[0]].kind)
             coarser = next((found[k] for k in own[own.index(key) + 1 :] if k in found), everything)
-            found[key] = _solve(x[rows], y[rows], coarser)
+            found[key] = _solve(x[rows], y[rows], coarser, least)
             out[key] = _record(found[key], x[rows], y[rows], names)
     return out
 
 
-def _solve(x: np.ndarray, y: np.ndarray, prior: np.ndarray | None) -> np.ndarray:
-    """Coefficients ``c >= 0`` that make ``log(x @ c)`` close to ``log(y)``, near ``prior`` where there is one."""
+def _solve(x: np.ndarray, y: np.ndarray, prior: np.ndarray | None, least: np.ndarray) -> np.ndarray:
+    """Coefficients ``c >= least`` that make ``log(x @ c)`` close to ``log(y)``, near ``prior`` where there is one."""
     unit = (x / y[:, None]).mean(axis=0)  # mean share of the time per ns of coefficient: makes features comparable
     used = unit > 0
-    out = np.zeros(x.shape[1])
     if not used.any():
-        return out
+        return least
+    base = x @ least
     scaled = x[:, used] / unit[used]
-    anchor = prior[used] * unit[used] if prior is not None else np.zeros(int(used.sum()))
+    anchor = (prior - least)[used] * unit[used] if prior is not None else np.zeros(int(used.sum()))
     # A coarser fit holds with PULL; without one, just enough to choose among equal answers.
     hold = np.sqrt(PULL if prior is not None else 1e-3) * np.eye(int(used.sum()))
     at = y.copy()
     weight = np.ones_like(y)
-    share = anchor
     for _ in range(ITERATIONS):
         scale = weight / np.sqrt(y * at)
-        share, _ = nnls(np.vstack([scaled * scale[:, None], hold]), np.concatenate([y * scale, hold @ anchor]))
-        at = np.clip(scaled @ share, y / 8, y * 8)
+        share, _ = nnls(np.vstack([scaled * scale[:, None], hold]), np.concatenate([(y - base) * scale, hold @ anchor]))
+        at = np.clip(base + scaled @ share, y / 8, y * 8)
         off = np.abs(np.log(at / y))
         weight = np.sqrt(np.minimum(1.0, HUBER / np.maximum(off, 1e-9)))
-    out[used] = share / unit[used]
+    out = least.copy()
+    out[used] += share / unit[used]
     return out
 
 

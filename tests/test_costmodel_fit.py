@@ -19,6 +19,7 @@ from layoutopt.errors import DeviceError
 from layoutopt.layout import Layout
 
 NAMES = ("launches", "flops", "bytes")
+KINDS = (("layer_norm", 0.1), ("softmax", 1.0))
 
 
 def made_up(label: str, ns_per: tuple[float, ...], count: int, seed: int, noise: float = 0.0) -> list[Sample]:
@@ -27,7 +28,7 @@ def made_up(label: str, ns_per: tuple[float, ...], count: int, seed: int, noise:
     for _ in range(count):
         x = (1.0, 10 ** rng.uniform(3, 7), 10 ** rng.uniform(3, 7))
         y = float(np.dot(x, ns_per) * np.exp(noise * rng.standard_normal()))
-        out.append(Sample(label, x, y))
+        out.append(Sample(label, "", x, y))
     return out
 
 
@@ -51,9 +52,29 @@ def test_fit_is_not_carried_away_by_outliers():
 
 def test_coefficients_are_never_negative():
     rng = np.random.default_rng(3)
-    samples = [Sample(f"f.n{i % 3}", tuple(rng.uniform(0, 9, 3)), float(rng.uniform(1, 9))) for i in range(60)]
+    samples = [Sample(f"f.n{i % 3}", "", tuple(rng.uniform(0, 9, 3)), float(rng.uniform(1, 9))) for i in range(60)]
     for found in fit(samples, NAMES).values():
         assert all(value > 0 for value in found.ns_per.values())
+
+
+def test_no_prediction_is_zero():
+    """A kernel that has none of what the fit found to cost anything still costs a launch."""
+    samples = [Sample("f.n", "", (1.0, 0.0, x), 10.0 * x) for x in (10.0, 20.0, 40.0, 80.0, 160.0)]
+    got = fit(samples, NAMES)
+    assert sum(predicted_ns(got, levels("f.n"), (1.0, 0.0, 0.0), NAMES).values()) >= 50.0
+
+
+def test_kinds_of_one_kernel_have_their_own_fit():
+    quick, slow = ([replace(s, kind=kind) for s in made_up("rows.item(v=4)", (9e2, k, k), 20, 9)] for kind, k in KINDS)
+    got = fit(quick + slow, NAMES)
+    x = (1.0, 1e6, 1e6)
+    for kind, k in KINDS:
+        own = levels("rows.item(v=4)", kind)
+        assert own[:2] == (f"rows.item:{kind}(v=4)", f"rows.item:{kind}")
+        assert sum(predicted_ns(got, own, x, NAMES).values()) == pytest.approx(np.dot(x, (9e2, k, k)), rel=0.1)
+    # A kind that was never measured is priced by the kernel's other kinds, in between.
+    other = sum(predicted_ns(got, levels("rows.item(v=4)", "reduce"), x, NAMES).values())
+    assert 2e5 < other < 2e6
 
 
 def test_few_samples_lean_on_the_family():
@@ -61,12 +82,12 @@ def test_few_samples_lean_on_the_family():
     lone = made_up("f.b(v=1)", (1000.0, 0.05, 0.2), 2, 5)
     got = fit(family + lone, NAMES)
     assert "f.b" not in got
-    guess = sum(predicted_ns(got, "f.b(v=1)", lone[0].features, NAMES).values())
+    guess = sum(predicted_ns(got, levels("f.b(v=1)"), lone[0].features, NAMES).values())
     assert guess == pytest.approx(lone[0].ns, rel=0.1)
     # Four samples of a variant twice as slow correct the family's prediction.
     slow = made_up("f.c(v=1)", (2000.0, 0.10, 0.4), 8, 6)
     got = fit(family + slow[:4], NAMES)
-    errors = [abs(sum(predicted_ns(got, "f.c(v=1)", s.features, NAMES).values()) / s.ns - 1) for s in slow[4:]]
+    errors = [abs(sum(predicted_ns(got, levels("f.c(v=1)"), s.features, NAMES).values()) / s.ns - 1) for s in slow[4:]]
     assert np.median(errors) < 0.25
 
 
@@ -77,7 +98,7 @@ def test_fit_is_deterministic_whatever_the_order():
 
 def test_no_samples_no_constants():
     assert fit([], NAMES) == {}
-    assert predicted_ns({}, "f.n", (1.0, 1.0, 1.0), NAMES) == {}
+    assert predicted_ns({}, levels("f.n"), (1.0, 1.0, 1.0), NAMES) == {}
 
 
 def test_parameters_that_follow_from_the_shape_do_not_split_the_fit():
@@ -186,7 +207,7 @@ def test_measured_kernels_are_looked_up_and_itemised():
     assert not other.measured
     assert other.compute_ns + other.memory_ns + other.launch_ns == pytest.approx(other.total_ns)
     assert other.total_ns == pytest.approx(25000 + 64 * 2048, rel=0.1)
-    assert model.fitted_by(copy_kernel(1, 64)) == "test.copy(v=16)"
+    assert model.fitted_by(copy_kernel(1, 64)) == "test.copy:relayout(v=16)", "the empty program is a copy"
     # The same shapes in another layout were not measured.
     assert not model.predict(copy_kernel(64, 1024, (1, 0))).measured
 
