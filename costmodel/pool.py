@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from math import exp, prod
+from math import prod
 
 import numpy as np
 
@@ -54,14 +54,14 @@ class Pool:
 
     def __init__(self, candidates: Sequence[Candidate], seed: int) -> None:
         self._all = list(candidates)
-        self._left = set(range(len(self._all)))
         self._rng = random.Random(seed)
-        self._by_op: dict[OpSpec, list[int]] = {}
-        self._taken_labels: dict[str, int] = {}
-        self._taken_ops: dict[OpSpec, int] = {}
+        self._left = np.ones(len(self._all), dtype=bool)
         self._levels = [levels(c.kernel.variant.label, kernel_kind(c.kernel.spec)) for c in self._all]
-        for i, candidate in enumerate(self._all):
-            self._by_op.setdefault(candidate.kernel.spec, []).append(i)
+        self._weight = np.array([c.weight for c in self._all])
+        self._op = _numbered([c.kernel.spec for c in self._all])
+        self._variant = _numbered([own[0] for own in self._levels])
+        self._op_taken = np.zeros(len(self._all))  # by number; there are no more ops or variants than kernels
+        self._variant_taken = np.zeros(len(self._all))
 
     def __len__(self) -> int:
         return len(self._all)
@@ -69,50 +69,49 @@ class Pool:
     def choose(self, constants: Mapping[str, FamilyFit], costs: CostModel, count: int) -> list[Candidate]:
         """The next kernels to measure.
 
+        One after the other the kernel with the most at stake: the time its op takes in a step, times how near it is to
+        the op's best kernel, over how much of its op and of its variant was measured already. A share is random.
+
         Args:
-            constants: the fit so far; without any, the variety of variants decides.
-            costs: prices kernels before the first fit.
+            constants: the fit so far; without any, a roofline guesses and nearness does not count.
+            costs: gives the roofline.
             count: at most this many.
         """
-        if not self._left:
-            return []
+        guess = self._guess(constants, costs)
+        stake = self._weight * guess
+        if constants:
+            best = np.full(len(self._all), np.inf)
+            np.minimum.at(best, self._op, guess)
+            stake *= np.exp(-(guess / best[self._op] - 1) / NEAR_BEST)
         picked: list[int] = []
-        taken: set[tuple[OpSpec, str]] = set()
-        for i in sorted(self._left, key=self._scores(constants, costs).__getitem__, reverse=True):
-            if len(picked) >= count * (1 - EXPLORE):
-                break
-            # One kernel per op and variant in a batch: the next fit knows more.
-            what = (self._all[i].kernel.spec, self._levels[i][0])
-            if what not in taken:
-                taken.add(what)
-                picked.append(i)
-        rest = sorted(self._left - set(picked))
-        picked += self._rng.sample(rest, min(len(rest), count - len(picked)))
-        self._left -= set(picked)
-        for i in picked:
-            spec, label = self._all[i].kernel.spec, self._levels[i][0]
-            self._taken_labels[label] = self._taken_labels.get(label, 0) + 1
-            self._taken_ops[spec] = self._taken_ops.get(spec, 0) + 1
+        for _ in range(min(round(count * (1 - EXPLORE)), int(self._left.sum()))):
+            known = (1 + self._op_taken[self._op]) * np.sqrt(1 + self._variant_taken[self._variant])
+            picked.append(self._take(int(np.argmax(np.where(self._left, stake / known, -1.0)))))
+        rest = np.flatnonzero(self._left).tolist()
+        picked += [self._take(i) for i in self._rng.sample(rest, min(len(rest), count - len(picked)))]
         return [self._all[i] for i in picked]
 
-    def _scores(self, constants: Mapping[str, FamilyFit], costs: CostModel) -> list[float]:
-        """Expected worth of measuring each: time at stake, near the best of its op, little known so far."""
-        guess = np.empty(len(self._all))
-        for i, c in enumerate(self._all):
-            if constants:
-                parts = predicted_ns(constants, self._levels[i], c.features, FEATURES)
-                guess[i] = max(sum(parts.values()), 1.0)
-            else:
-                guess[i] = costs.roofline_ns(c.features)
-        out = [0.0] * len(self._all)
-        for spec, members in self._by_op.items():
-            best = min(guess[i] for i in members)
-            seen_op = 1 + self._taken_ops.get(spec, 0)
-            for i in members:
-                seen = 1 + self._taken_labels.get(self._levels[i][0], 0)
-                near = exp(-(guess[i] / best - 1) / NEAR_BEST) if constants else 1.0
-                out[i] = self._all[i].weight * guess[i] * near / (seen_op * seen**0.5)
-        return out
+    def _take(self, i: int) -> int:
+        self._left[i] = False
+        self._op_taken[self._op[i]] += 1
+        self._variant_taken[self._variant[i]] += 1
+        return i
+
+    def _guess(self, constants: Mapping[str, FamilyFit], costs: CostModel) -> np.ndarray:
+        if not constants:
+            return np.array([costs.roofline_ns(c.features) for c in self._all])
+        return np.array(
+            [
+                sum(predicted_ns(constants, own, c.features, FEATURES).values())
+                for own, c in zip(self._levels, self._all, strict=True)
+            ]
+        )
+
+
+def _numbered(values: Sequence[Hashable]) -> np.ndarray:
+    """Equal values get equal numbers, from 0 on."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
 
 
 def pool_of(
