@@ -17,6 +17,7 @@ from kernels.variants import kernels_for
 from layoutopt.layout import Layout, Mode
 
 Shape = tuple[int, int, int, int]  # batch, m, k, n
+NAMES = ("outer.n", "outer.m", "dot", "tile.n", "tile.m", "any")
 
 
 def spec_of(shape: Shape, alpha: float = 1.0) -> OpSpec:
@@ -28,8 +29,10 @@ def spec_of(shape: Shape, alpha: float = 1.0) -> OpSpec:
 def variant(name: str, **params: int) -> KernelVariant:
     """A variant with small tiles: quick to compile, and with borders everywhere."""
     full = {"mr": 3, "nv": 2, "v": 4, "t": 2, "s": 2, "x": 1, "gr": 1, "gc": 1}
-    if name == "dot":
+    if name == "dot" or name.startswith("tile"):
         full = {"mr": 3, "nr": 4, "v": 4, "t": 2, "s": 2, "gr": 1, "gc": 1}
+    if name.startswith("tile"):
+        full |= {"mr": 3, "nr": 4, "v": 16}
     if name == "any":
         full = {"mr": 4, "nr": 4, "gr": 1, "gc": 1}
     return KernelVariant("contraction", name, tuple({**full, **params}.items()))
@@ -131,7 +134,7 @@ def test_any_layouts_have_a_kernel(kind: str, shape: Shape) -> None:
 def test_few_variants_are_enumerated() -> None:
     for kind in ("cpu", "gpu"):
         names = Counter(v.name for v in CONTRACTION.variants(spec_of((1, 512, 512, 512)), DeviceLimits(kind=kind)))
-        assert set(names) >= {"outer.n", "outer.m", "dot", "any"}
+        assert set(names) >= {"outer.n", "outer.m", "dot", "any"} | ({"tile.n", "tile.m"} if kind == "cpu" else set())
         assert max(names.values()) <= 8
 
 
@@ -139,7 +142,7 @@ def test_images_are_declined() -> None:
     shape = (1, 8, 8, 8)
     image = Layout.r_tile_image((1, 8, 8), 4)
     rows = Layout.row_major((1, 8, 8))
-    assert all(build(name, shape, (image, rows, rows)) is None for name in ("outer.n", "outer.m", "dot", "any"))
+    assert all(build(name, shape, (image, rows, rows)) is None for name in NAMES)
 
 
 @given(
@@ -173,7 +176,9 @@ def test_every_enumerated_variant(device_index: int) -> None:
     rows = uniform(PRIME, Layout.row_major)
     columns = uniform(PRIME, lambda s: Layout.row_major(s, (0, 2, 1)))
     seen = set()
-    for layouts in (rows, columns, (rows[0], columns[1], rows[2])):
+    b, m, k, n = PRIME
+    turned = Layout.r_tile((b, m, k), 4, 4), Layout.r_tile((b, n, k), 4, 4).permute((0, 2, 1)), rows[2]
+    for layouts in (rows, columns, (rows[0], columns[1], rows[2]), turned):
         for kernel in kernels_for(spec_of(PRIME, 0.25), layouts, limits(device_index)):
             if kernel.variant.label not in seen:
                 seen.add(kernel.variant.label)
@@ -214,8 +219,8 @@ def test_r_tiles(device_index: int, tile: tuple[int, int], inner: str) -> None:
     b, _, k, n = ODD
     turned = (plain[0], Layout.r_tile((b, n, k), *tile, inner=inner).permute((0, 2, 1)), plain[2])
     for layouts in (plain, turned):
-        for name in ("outer.n", "outer.m", "dot"):
-            kernel = build(name, ODD, layouts, v=8 if name == "outer.m" else 4)
+        for name in NAMES[:-1]:
+            kernel = build(name, ODD, layouts)
             if kernel is not None:
                 check(device_index, kernel, ODD)
                 ran += 1
@@ -232,6 +237,26 @@ def test_vectors_made_of_pieces(device_index: int) -> None:
         check(device_index, build("outer.n", shape, (rows, y, z), mr=5, nv=1, v=16), shape)
     x, y = Layout.r_tile((b, m, k), 4, 4), Layout.r_tile((b, k, n), 8, 4, inner="col")
     check(device_index, build("dot", shape, (x, y, Layout.row_major((b, m, n))), mr=3, nr=2, v=16), shape)
+
+
+@pytest.mark.parametrize(("v", "tile"), [(8, (4, 4)), (16, (2, 8)), (16, (12, 4))], ids=str)
+def test_vectors_made_of_whole_tiles(device_index: int, v: int, tile: tuple[int, int]) -> None:
+    """A vector holds several columns of a tile; X has the same tiles, or runs that are longer or shorter."""
+    b, m, k, n = shape = (2, 11, 30, 21)
+    y = Layout.r_tile((b, n, k), *tile).permute((0, 2, 1))
+    z = Layout.row_major((b, m, n))
+    for x in (Layout.r_tile((b, m, k), *tile), Layout.row_major((b, m, k)), Layout.r_tile((b, m, k), 3, 4)):
+        check(device_index, build("tile.n", shape, (x, y, z), v=v, nr=4), shape)
+    x, y = Layout.r_tile((b, m, k), *tile), Layout.row_major((b, k, n), (0, 2, 1))
+    check(device_index, build("tile.m", shape, (x, y, z), v=v, nr=8, mr=2), shape)
+
+
+def test_whole_tiles_are_declined_where_a_vector_is_not_one() -> None:
+    b, m, k, n = shape = (1, 12, 24, 12)
+    x, z = Layout.row_major((b, m, k)), Layout.row_major((b, m, n))
+    for tile, inner in (((4, 4), "col"), ((4, 16), "row"), ((6, 4), "row"), ((2, 4), "row")):
+        y = Layout.r_tile((b, n, k), *tile, inner=inner).permute((0, 2, 1))
+        assert build("tile.n", shape, (x, y, z)) is None
 
 
 def test_tiles_of_odd_extent(device_index: int) -> None:
@@ -289,7 +314,7 @@ def test_broadcast_batch(device_index: int) -> None:
     check(device_index, build("outer.n", ODD, (rows[0], shared, rows[2])), ODD)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 70, 3), (3, 2, 5, 1), (1, 33, 3, 2), (2, 3, 64, 10)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 70, 3), (3, 2, 5, 1), (1, 33, 6, 3), (2, 3, 64, 10)], ids=str)
 def test_small_extents(device_index: int, shape: Shape) -> None:
     rows = uniform(shape, Layout.row_major)
     across = (rows[0], Layout.row_major(rows[1].shape, (0, 2, 1)), rows[2])
@@ -408,6 +433,7 @@ def touched(kernel: Kernel) -> tuple[dict[int, Counter], int]:
         ("outer.n", {"mr": 4, "nv": 1, "v": 4, "t": 1, "s": 1, "x": 2, "gr": 2, "gc": 2}),
         ("dot", {"mr": 2, "nr": 3, "v": 4, "t": 2, "s": 1}),
         ("dot", {"mr": 2, "nr": 2, "v": 4, "t": 1, "s": 1, "gr": 2, "gc": 3}),
+        ("tile.n", {"mr": 2, "nr": 4, "v": 16, "t": 1, "s": 2}),
         ("any", {"mr": 2, "nr": 2}),
     ],
     ids=str,
@@ -416,7 +442,10 @@ def test_nest_covers_the_product(name: str, params: dict[str, int]) -> None:
     b, m, k, n = shape = (2, 7, 6, 9)
     order_a = (0, 2, 1) if name == "outer.m" else (0, 1, 2)
     order_b = (0, 2, 1) if name == "dot" else (0, 1, 2)
-    layouts = (Layout.row_major((b, m, k), order_a), Layout.row_major((b, k, n), order_b), Layout.row_major((b, m, n)))
+    y = Layout.row_major((b, k, n), order_b)
+    if name == "tile.n":
+        y = Layout.r_tile((b, n, k), 4, 4).permute((0, 2, 1))
+    layouts = (Layout.row_major((b, m, k), order_a), y, Layout.row_major((b, m, n)))
     kernel = build(name, shape, layouts, **params)
     assert kernel is not None
     counts, reads_of_c = touched(kernel)

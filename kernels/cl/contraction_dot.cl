@@ -1,55 +1,60 @@
-// Z[b,r,c] = ALPHA * sum over k of X[b,r,k] * Y[b,k,c], vectors along k: MR x NR vectors of partial sums, each added up across
-// its lanes at the end. Both operands are read along k, in the pieces (XLOAD, YLOAD) that are contiguous; KT is a multiple of
-// the vector V, and inside KT a vector is XKS or YKS elements after the one before. What is left of K is added one by one.
-// Tiles at the border clamp the rows they load and predicate what they store.
+// Z[b,r,c] = ALPHA * sum over k of X[b,r,k] * Y[b,k,c], vectors along k: MR x NR/Q vectors of partial sums, each added up across
+// its lanes at the end. A vector of Y is KV steps of k in each of Q columns: Q is 1 (dot), or more where Y lies in R-Tiles whose
+// KV x Q block is one vector (tile); X's KV steps are then repeated Q times. XLOAD and YLOAD read a vector in the pieces that
+// are contiguous. KT is a multiple of KV, and inside KT a vector is XKS or YKS elements after the one before. What is left of K
+// is added one by one. Tiles at the border clamp the rows and columns they load and predicate what they store.
 
 inline void tile(__global const float *restrict X, __global const float *restrict Y, __global float *restrict Z, const int b,
                  const int r0, const int c0, const int edge) {
-    VT acc[MR][NR];
-    int xo[MR], yo[NR];
+    VT acc[MR][NR / Q];
+    int xo[MR], yo[NR / Q];
 #pragma unroll
     for (int r = 0; r < MR; ++r) xo[r] = XI(b, edge ? min(r0 + r, RN - 1) : r0 + r, 0);
 #pragma unroll
-    for (int c = 0; c < NR; ++c) yo[c] = YI(b, 0, edge ? min(c0 + c, CN - 1) : c0 + c);
+    for (int c = 0; c < NR / Q; ++c) yo[c] = YI(b, 0, edge ? min(c0 + c * Q, (CN - 1) / Q * Q) : c0 + c * Q);
 #if XSEP
 #define XOFF(r) (edge ? xo[r] : xo[0] + XI(0, r, 0) - XI(0, 0, 0))
 #else
 #define XOFF(r) xo[r]
 #endif
 #if YSEP
-#define YOFF(c) (edge ? yo[c] : yo[0] + YI(0, 0, c) - YI(0, 0, 0))
+#define YOFF(c) (edge ? yo[c] : yo[0] + YI(0, 0, (c)*Q) - YI(0, 0, 0))
 #else
 #define YOFF(c) yo[c]
 #endif
 #pragma unroll
     for (int r = 0; r < MR; ++r)
 #pragma unroll
-        for (int c = 0; c < NR; ++c) acc[r][c] = (VT)(0.0f);
+        for (int c = 0; c < NR / Q; ++c) acc[r][c] = (VT)(0.0f);
 
 #define STEP(xk, yk) \
     do { \
-        VT y[NR]; \
-        _Pragma("unroll") for (int c = 0; c < NR; ++c) y[c] = YLOAD(Y + YOFF(c) + (yk)); \
+        VT y[NR / Q]; \
+        _Pragma("unroll") for (int c = 0; c < NR / Q; ++c) y[c] = YLOAD(Y + YOFF(c) + (yk)); \
         _Pragma("unroll") for (int r = 0; r < MR; ++r) { \
             const VT x = XLOAD(X + XOFF(r) + (xk)); \
-            _Pragma("unroll") for (int c = 0; c < NR; ++c) acc[r][c] += x * y[c]; \
+            _Pragma("unroll") for (int c = 0; c < NR / Q; ++c) acc[r][c] += x * y[c]; \
         } \
     } while (0)
 
     for (int k0 = 0; k0 < KMAIN; k0 += KT) {
         const int xk = XI(0, 0, k0) - XI(0, 0, 0), yk = YI(0, k0, 0) - YI(0, 0, 0);
 #pragma unroll KU
-        for (int k = 0; k < KT / V; ++k) STEP(xk + k * XKS, yk + k * YKS);
+        for (int k = 0; k < KT / KV; ++k) STEP(xk + k * XKS, yk + k * YKS);
     }
-#if KMAIN + V <= KN
+#if KMAIN + KV <= KN
     {
         const int xk = XI(0, 0, KMAIN) - XI(0, 0, 0), yk = YI(0, KMAIN, 0) - YI(0, 0, 0);
-        for (int k = 0; k < (KN - KMAIN) / V; ++k) STEP(xk + k * XKS, yk + k * YKS);
+        for (int k = 0; k < (KN - KMAIN) / KV; ++k) STEP(xk + k * XKS, yk + k * YKS);
     }
 #endif
 #pragma unroll
     for (int r = 0; r < MR; ++r) {
         float sum[NR];
+#if Q > 1
+#pragma unroll
+        for (int c = 0; c < NR / Q; ++c) VSTORE(SUMQ(acc[r][c]), sum + c * Q);
+#else
 #pragma unroll
         for (int c = 0; c + 4 <= NR; c += 4) {
             const float4 s = SUM4(acc[r][c], acc[r][c + 1], acc[r][c + 2], acc[r][c + 3]);
@@ -57,11 +62,12 @@ inline void tile(__global const float *restrict X, __global const float *restric
         }
 #pragma unroll
         for (int c = NR / 4 * 4; c < NR; ++c) sum[c] = SUM1(acc[r][c]);
-#if KN % V
-        for (int k = KN / V * V; k < KN; ++k) {
+#endif
+#if KN % KV
+        for (int k = KN / KV * KV; k < KN; ++k) {
             const float x = X[XOFF(r) + XI(0, 0, k) - XI(0, 0, 0)];
 #pragma unroll
-            for (int c = 0; c < NR; ++c) sum[c] += x * Y[YOFF(c) + YI(0, k, 0) - YI(0, 0, 0)];
+            for (int c = 0; c < NR; ++c) sum[c] += x * Y[YOFF(c / Q) + YI(0, k, c % Q) - YI(0, 0, 0)];
         }
 #endif
         if (edge && r0 + r >= RN) continue;

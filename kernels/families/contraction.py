@@ -6,6 +6,8 @@ Internally a kernel computes Z[b,r,c] = alpha · Σ_k X[b,r,k] · Y[b,k,c]:
 - ``outer.m``: X = bᵀ, Y = aᵀ, Z = cᵀ, vectors along c = m: the mirror image, for operands contiguous along m;
 - ``dot``: vectors along k of both operands, summed across lanes at the end; c is the axis along which the output is
   contiguous;
+- ``tile.n``, ``tile.m``: as dot, where Y lies in R-Tiles with k inside and so narrow (4 or 8) that a vector holds
+  several columns of a tile: one load takes them all, X's few steps of k are repeated for each;
 - ``any``: scalars, each by its own index expression, for whatever the others do not accept.
 
 The roles' axes are the kernel's ``views``, so nests and macros speak of (b, r, k), (b, k, c) and (b, r, c).
@@ -18,12 +20,13 @@ so that a panel of Y stays in cache); on a GPU it is ``gr``×``gc`` thin ones.
 
 from __future__ import annotations
 
-from math import gcd, prod
+from math import gcd
 
 from kernels.families.common import largest_divisor
 from kernels.families.contraction_code import (
     compose_load,
     compose_store,
+    group_sums,
     lane_sums,
     load_x,
     piece_width,
@@ -39,16 +42,17 @@ __all__ = ["CONTRACTION", "Contraction"]
 
 _L2_BYTES = 512 << 10  # what a work item's operands may take of a core's cache
 
-# Register tiles (mr, nv, v) of the outer orientations and (mr, nr, v) of dot, by device kind.
+# Register tiles by lanes of a vector: (mr, nv) of outer, (mr, nr) of dot, (mr, nr / columns) of tile. They keep 12 of
+# 16 registers (8 lanes) or 16 to 24 of 32; which is best depends on shape and layouts, for the device model to say.
 _OUTER = {
-    "cpu": ((12, 2, 16), (8, 3, 16), (6, 4, 16), (8, 1, 16), (6, 2, 8), (12, 1, 8), (4, 2, 4)),
-    "gpu": ((4, 1, 4), (8, 2, 4)),
+    16: ((8, 2), (12, 2), (8, 3), (8, 1)),
+    8: ((6, 2), (4, 3), (4, 2), (8, 1)),
+    4: ((8, 2), (6, 3), (4, 2), (8, 1)),
 }
-_DOT = {
-    "cpu": ((4, 4, 16), (6, 4, 16), (3, 4, 8), (4, 2, 16), (4, 4, 4)),
-    "gpu": ((4, 4, 4), (2, 2, 4)),
-}
-_GPU_GROUP = (8, 16)
+_DOT = {16: ((4, 4), (6, 4), (8, 2)), 8: ((3, 4), (2, 4), (4, 2)), 4: ((4, 4), (3, 4), (8, 2))}
+_TILE = {16: ((6, 2), (4, 3)), 8: ((6, 2), (4, 2))}
+_GPU_OUTER, _GPU_DOT = ((4, 1), (8, 2)), ((4, 4), (2, 2))
+_GPU_GROUP = {"gr": 8, "gc": 16}
 
 
 def separable(layout: Layout, axis: int, step: int) -> bool:
@@ -78,24 +82,32 @@ class Contraction:
         batch, m, k = spec.shapes[0]
         n = spec.shapes[1][2]
         cpu = limits.kind == "cpu"
-        gr, gc = (1, 1) if cpu else _GPU_GROUP
-        widest = max(limits.simd_width, 4) if cpu else 4
-        out = []
+        group = {"gr": 1, "gc": 1} if cpu else _GPU_GROUP
+        widest = next((w for w in (16, 8) if w <= limits.simd_width), 4) if cpu else 4
+        out: list[KernelVariant] = []
+
+        def add(name: str, rows: int, cols: int, params: dict[str, int], nr: int, **more: int) -> None:
+            if params["mr"] > 4 and params["mr"] >= 2 * rows:
+                return  # half a register tile or more would be border
+            t, s = _blocks(batch, rows, cols, k, params["mr"], nr, limits)
+            out.append(KernelVariant(self.name, name, tuple({**params, "t": t, "s": s, **more, **group}.items())))
+
         for name, rows, cols in (("outer.n", m, n), ("outer.m", n, m)):
-            for mr, nv, v in _OUTER[limits.kind]:
-                if v > widest or (v > 4 and v * nv >= 2 * max(cols, 4)) or (mr > 4 and mr >= 2 * rows):
-                    continue
-                t, s = _blocks(batch, rows, cols, k, mr, nv * v, limits)
-                params = {"mr": mr, "nv": nv, "v": v, "t": t, "s": s, "x": 1 if cpu else 4, "gr": gr, "gc": gc}
-                out.append(KernelVariant(self.name, name, tuple(params.items())))
-        for mr, nr, v in _DOT[limits.kind]:
-            if v > min(widest, k):
-                continue
-            t, s = _blocks(batch, m, n, k, mr, nr, limits)
-            params = {"mr": mr, "nr": nr, "v": v, "t": t, "s": s, "gr": gr, "gc": gc}
-            out.append(KernelVariant(self.name, "dot", tuple(params.items())))
-        params = {"mr": 4, "nr": 4, "gr": gr, "gc": gc}
-        out.append(KernelVariant(self.name, "any", tuple(params.items())))
+            v = widest
+            while v > 4 and v >= 2 * cols:
+                v //= 2
+            for mr, nv in _OUTER[v] if cpu else _GPU_OUTER:
+                if nv == 1 or v * nv < 2 * cols:
+                    add(name, rows, cols, {"mr": mr, "nv": nv, "v": v}, v * nv, x=1 if cpu else 4)
+        for v in sorted({widest, 4}, reverse=True):
+            for mr, nr in (_DOT[v] if cpu else _GPU_DOT)[: 3 if v == widest else 1]:
+                if v <= k:
+                    add("dot", m, n, {"mr": mr, "nr": nr, "v": v}, nr)
+        for name, rows, cols in (("tile.n", m, n), ("tile.m", n, m)):
+            for mr, vectors in _TILE.get(widest, ()):
+                nr = vectors * widest // 4
+                add(name, rows, cols, {"mr": mr, "nr": nr, "v": widest}, nr)
+        out.append(KernelVariant(self.name, "any", tuple({"mr": 4, "nr": 4, **group}.items())))
         return out
 
     def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
@@ -103,11 +115,13 @@ class Contraction:
         if any(layout.is_image for layout in layouts):
             return None
         a, b, c = layouts
-        mirrored = variant.name == "outer.m" or (variant.name == "dot" and _along_m(c))
+        mirrored = variant.name in ("outer.m", "tile.m") or (variant.name == "dot" and _along_m(c))
         views = (a.permute((0, 2, 1)), b.permute((0, 2, 1)), c.permute((0, 2, 1))) if mirrored else layouts
         x, y = (1, 0) if mirrored else (0, 1)
         roles = (("X", x), ("Y", y), ("Z", 2))
-        make = {"outer.n": _outer, "outer.m": _outer, "dot": _dot, "any": _any}[variant.name]
+        make = {"outer.n": _outer, "outer.m": _outer, "tile.n": _tile, "tile.m": _tile, "dot": _dot, "any": _any}[
+            variant.name
+        ]
         made = make(dict(variant.params), views[x], views[y], views[2], (x, y))
         if made is None:
             return None
@@ -156,7 +170,7 @@ def _along_m(c: Layout) -> bool:
 def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
     mr, nv, v = p["mr"], p["nv"], p["v"]
     yu, n = y_pieces(y, v), y.shape[2]
-    if yu < min(v, 4, n):
+    if yu < min(v, 4, 1 << (n.bit_length() - 1)):
         return None
     kt, k = inner_tile(x, y), x.shape[2]
     xv = p["x"] if kt % p["x"] == 0 or kt == k else 1
@@ -193,33 +207,53 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
 
 
 def _dot(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
-    mr, nr, v, k = p["mr"], p["nr"], p["v"], x.shape[2]
+    v = p["v"]
     xu, yu = piece_width(x, 2, v), piece_width(y, 1, v)
-    if k < v or min(xu, yu) < 4:
+    return None if min(xu, yu) < 4 else _along_k(p, (x, y, z), positions, v, (xu, yu))
+
+
+def _tile(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
+    steps, inner = y.run(1), y.axis_modes(2)
+    if not 4 <= steps < p["v"] or p["v"] % steps or not inner or inner[-1].stride != steps:
         return None
-    kt = inner_tile(x, y)
+    columns, xu = p["v"] // steps, piece_width(x, 2, steps)
+    if inner[-1].extent % columns or p["nr"] % columns or xu < 4:
+        return None
+    return _along_k(p, (x, y, z), positions, steps, (xu, steps))
+
+
+def _along_k(
+    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int], steps: int, pieces: tuple[int, int]
+) -> _Made | None:
+    """Vectors of ``steps`` along k (times columns, where that is less than a vector), read in ``pieces`` of X and Y."""
+    (x, y, z), (xu, yu), mr, nr, v = views, pieces, p["mr"], p["nr"], p["v"]
+    k, kt, columns = x.shape[2], inner_tile(x, y), v // steps
+    if k < steps:
+        return None
     if kt == k:
-        kt = k // v * v
-    elif kt % v:
-        kt = v
-        if not (separable(x, 2, v) and separable(y, 1, v)):
+        kt = k // steps * steps
+    elif kt % steps:
+        kt = steps
+        if not (separable(x, 2, steps) and separable(y, 1, steps)):
             return None
     zu = 4 if nr % 4 == 0 and z.vectorizes(2, 4) else 1
     tiling = Tiling(z.shape, mr, nr, p["t"], p["s"], p["gr"], p["gc"])
-    nest = dot_nest(tiling, positions, k, v, (xu, yu, zu))
+    nest = dot_nest(tiling, positions, k, steps, (xu, yu, zu))
     defines: dict[str, str | int | float] = {
         "NR": nr,
+        "Q": columns,
+        "KV": steps,
         "V": v,
         "VT": _vector(v),
         "ZU": zu,
-        "XSEP": int(separable(x, 1, mr)),
+        "XSEP": int(columns == 1 and separable(x, 1, mr)),
         "YSEP": int(separable(y, 2, nr)),
-        **_k_loop(x, y, kt, v, 2 if kt >= 2 * v else 1),
+        **_k_loop(x, y, kt, steps, 2 if kt >= 2 * steps else 1),
     }
     preamble = [
-        compose_load("XLOAD", x, 1, v, xu, True, axis=2),
-        compose_load("YLOAD", y, 1, v, yu, True, axis=1),
-        *lane_sums(v),
+        compose_load("XLOAD", x, 1, steps, xu, True, axis=2, repeat=columns),
+        compose_load("YLOAD", y, 1, v, yu, True, axis=1) if columns == 1 else f"#define YLOAD(p) vload{v}(0,p)",
+        *(lane_sums(v) if columns == 1 else group_sums(v, columns)),
     ]
     if zu > 1:
         preamble.append(compose_store(z, 4, 4))
@@ -248,8 +282,3 @@ def _k_loop(x: Layout, y: Layout, kt: int, step: int, unroll: int) -> dict[str, 
         "XKS": strides[0] * step,
         "YKS": strides[1] * step,
     }
-
-
-def launch_flops(spec: OpSpec) -> int:
-    """Arithmetic that a contraction needs, whatever the kernel."""
-    return 2 * prod(spec.shapes[0]) * spec.shapes[1][2]

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from layoutopt.layout import Layout
 
-__all__ = ["axis_offset", "compose_load", "compose_store", "lane_sums", "load_x", "piece_width", "y_edge", "y_pieces"]
+__all__ = [
+    "axis_offset",
+    "compose_load",
+    "compose_store",
+    "group_sums",
+    "lane_sums",
+    "load_x",
+    "piece_width",
+    "y_edge",
+    "y_pieces",
+]
 
 
 def piece_width(layout: Layout, axis: int, v: int) -> int:
@@ -36,16 +46,18 @@ def _join(v: int, parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"(float{v})({','.join(parts)})"
 
 
-def compose_load(name: str, layout: Layout, vectors: int, v: int, u: int, constant: bool, axis: int = 2) -> str:
+def compose_load(
+    name: str, layout: Layout, vectors: int, v: int, u: int, constant: bool, axis: int = 2, repeat: int = 1
+) -> str:
     """The macro that loads vectors from pieces of ``u``.
 
     ``LOAD_Y(o)`` fills ``y[j]`` from offset ``o`` and the offsets ``yo``: ``constant`` says that those of all pieces
-    differ from the first one's by constants. Any other name gives an expression over a pointer.
+    differ from the first one's by constants. Any other name gives an expression over a pointer, ``repeat`` times over.
     """
     per = v // u
     if name != "LOAD_Y":
         parts = [_load(layout, axis, u, f"(p)+{axis_offset(layout, axis, i * u)}") for i in range(per)]
-        return f"#define {name}(p) {_join(v, parts)}"
+        return f"#define {name}(p) {_join(v * repeat, parts * repeat)}"
     vectors_text = []
     for j in range(vectors):
         starts = [
@@ -124,4 +136,17 @@ def lane_sums(v: int) -> list[str]:
         f"inline float SUM1(const float{v} a){{{one} const float2 r=q.lo+q.hi; return r.x+r.y;}}",
         f"inline float4 SUM4(const float{v} a,const float{v} b,const float{v} c,const float{v} d)"
         f"{{{four} const float8 h=s.even+s.odd; return h.even+h.odd;}}",
+    ]
+
+
+def group_sums(v: int, columns: int) -> list[str]:
+    """``SUMQ``: a vector that holds ``columns`` groups of lanes, each group added up."""
+    body, name, width = "", "a", v
+    while width > columns:
+        width //= 2
+        body += f"const float{width} s{width}={name}.even+{name}.odd; "
+        name = f"s{width}"
+    return [
+        f"inline float{columns} SUMQ(const float{v} a){{{body}return {name};}}",
+        f"#define VSTORE(z,p) vstore{columns}(z,0,p)",
     ]
