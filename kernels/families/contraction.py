@@ -75,7 +75,7 @@ class Contraction:
     """The family's singleton; see the module docstring."""
 
     name = "contraction"
-    kinds = ("contraction",)
+    kinds: tuple[str, ...] = ("contraction",)
 
     def variants(self, spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
         """Register tiles that fit the shape; the blocks of tiles per work item follow from shape and device."""
