@@ -14,10 +14,11 @@ from layoutopt.errors import GraphError
 from layoutopt.expr import ARITY
 from layoutopt.graph import Expr
 
-__all__ = ["expr_flops", "expr_function", "used_inputs"]
+__all__ = ["expr_flops", "expr_function", "needs_math", "used_inputs"]
 
 _FLOPS = {"exp": 10, "log": 10, "tanh": 20, "erf": 20, "pow": 30, "div": 4, "recip": 4, "sqrt": 4, "rsqrt": 4}
 _REAL = {"exp", "log", "sqrt", "tanh", "erf", "rsqrt"}
+_OWN = {"exp", "tanh", "erf"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _TYPE_OF = {"float32": "f", "int32": "i", "bool": "b"}
@@ -34,6 +35,11 @@ def used_inputs(expr: Expr) -> tuple[int, ...]:
     return tuple(sorted({key for kind, key in refs if kind == "x"}))
 
 
+def needs_math(expr: Expr) -> bool:
+    """Whether the function calls what ``cl/math.cl`` defines."""
+    return any(name in _OWN for name, *_ in expr.code)
+
+
 def expr_flops(expr: Expr) -> int:
     """Arithmetic of one element: 1 for a simple operation, more for what hardware does in many steps."""
     return sum(_FLOPS.get(name, 1) for name, *_ in expr.code)
@@ -48,6 +54,8 @@ def expr_function(name: str, expr: Expr, inputs: tuple[str, ...], outputs: tuple
         inputs: dtype per input; only those that the program reads become parameters.
         outputs: dtype per output.
         width: vector width, 1 for scalars. Bools are passed as uchar vectors, as they are stored.
+
+    exp, tanh and erf are those of ``cl/math.cl``, which must stand before the function if ``needs_math`` says so.
 
     Raises:
         GraphError: an operation that is not known.
@@ -114,14 +122,16 @@ class _Writer:
         return f"convert_float{self.suffix}({number})"
 
     def _select(self, cond: str, yes: str, no: str) -> str:
-        return f"select({no}, {yes}, {cond})" if self.suffix else f"({cond} ? {yes} : {no})"
+        # Element by element on vectors too; ``select`` would be a function call on PoCL 3.0.
+        return f"({cond} ? {yes} : {no})"
 
     def _apply(self, op: str, args: list[Value], refs: list[tuple[str, Any]]) -> Value:
         if op in ("float", "int", "bool"):
             kind = op[0]
             return kind, self._to(kind, args[0])
         if op in _REAL:
-            return "f", f"{op}({self._to('f', args[0])})"
+            name = op + ("_v" if self.suffix else "_s") if op in _OWN else op
+            return "f", f"{name}({self._to('f', args[0])})"
         if op == "recip":
             return "f", f"({self._vector('float')}1.0f / {self._to('f', args[0])})"
         if op == "not":
@@ -148,10 +158,9 @@ class _Writer:
         if op == "neg":
             return f"(-{texts[0]})"
         if op == "abs":
-            return f"fabs({texts[0]})" if kind == "f" else f"max({texts[0]}, -{texts[0]})"
+            bits = f"as_float{self.suffix}(as_int{self.suffix}({texts[0]}) & 0x7fffffff)"
+            return bits if kind == "f" else self._select(f"({texts[0]} < 0)", f"(-{texts[0]})", texts[0])
         a, b = texts
-        if kind == "i":
-            return f"{op}({a}, {b})"
         return self._select(f"(({a} {'>=' if op == 'max' else '<='} {b}) | ({a} != {a}))", a, b)
 
     def _power(self, kind: str, base: str, exponent: str, constant: float | None) -> str:

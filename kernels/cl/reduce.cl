@@ -26,7 +26,7 @@ static ELEM join1(ELEM a, ELEM b) { return (a >= b || a != a) ? a : b; }
 #if W == 1
 #define joinv join1
 #else
-static VEC joinv(VEC a, VEC b) { return select(b, a, (a >= b) | (a != a)); }
+static VEC joinv(VEC a, VEC b) { return (a >= b) | (a != a) ? a : b; }
 #endif
 #else
 #define join1(a, b) ((a) + (b))

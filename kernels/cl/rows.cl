@@ -5,7 +5,8 @@
 //   COLS   one work item for W neighbouring rows, one K at a time: nothing to reduce across lanes;
 //   GROUP  L work items a row, each a vector of W along K, reduced through local memory.
 // A step is a macro STEP(T, LD, LDK, ST, A): T the vector type, LD(X) loads X[i, j], LDK(G) loads G[j], ST(Y, v) stores
-// Y[i, j], A(sum) names this vector's part of accumulator `sum`. LDM and STM move values of the row, of type ROW_T.
+// Y[i, j], A(sum) names this vector's part of accumulator `sum` and A(exp) its function. LDM and STM move values of the
+// row, of type ROW_T.
 
 #define ITEM 0
 #define COLS 1
@@ -25,14 +26,16 @@
 #define HMAX(v) CAT(lanemax, W)(v)
 #endif
 
+// Not fmax, which PoCL 3.0 calls as a function. A NaN is passed over here and shows in the sum of exponentials.
+#define LARGER(a, b) ((a) > (b) ? (a) : (b))
 static float lanesum2(float2 v) { return v.x + v.y; }
 static float lanesum4(float4 v) { return lanesum2(v.lo + v.hi); }
 static float lanesum8(float8 v) { return lanesum4(v.lo + v.hi); }
 static float lanesum16(float16 v) { return lanesum8(v.lo + v.hi); }
-static float lanemax2(float2 v) { return fmax(v.x, v.y); }
-static float lanemax4(float4 v) { return lanemax2(fmax(v.lo, v.hi)); }
-static float lanemax8(float8 v) { return lanemax4(fmax(v.lo, v.hi)); }
-static float lanemax16(float16 v) { return lanemax8(fmax(v.lo, v.hi)); }
+static float lanemax2(float2 v) { return LARGER(v.x, v.y); }
+static float lanemax4(float4 v) { return lanemax2(LARGER(v.lo, v.hi)); }
+static float lanemax8(float8 v) { return lanemax4(LARGER(v.lo, v.hi)); }
+static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 
 #if W == 1
 #define V_ST(A, v) A##_AT(i, j) = (v)
@@ -40,6 +43,9 @@ static float lanemax16(float16 v) { return lanemax8(fmax(v.lo, v.hi)); }
 #define V_ST(A, v) CAT(A##_STORE, W)(v, i, j)
 #endif
 #define V_LD(A) LOADV(A)(i, j)
+#if W == 1
+#define exp_v exp_s
+#endif
 #define V_ACC(a) a##_v
 #define S_LD(A) A##_AT(i, j)
 #define S_LDK(A) A##_AT(j)
@@ -77,7 +83,7 @@ static float lanemax16(float16 v) { return lanemax8(fmax(v.lo, v.hi)); }
     for (int j = K / W * W; j < K; ++j) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) }
 #endif
 #define SUM_OF(a) const float a = HADD(a##_v) + a##_s;
-#define MAX_OF(a) const float a = fmax(HMAX(a##_v), a##_s);
+#define MAX_OF(a) const float a = LARGER(HMAX(a##_v), a##_s);
 #define ROWS_BEGIN for (int q = 0; q < ROWS; ++q) { const int i = (int)get_group_id(0) * ROWS + q; if (i >= M) break;
 #define ROWS_END }
 #define AFTER_STORES
@@ -89,7 +95,7 @@ static float lanemax16(float16 v) { return lanemax8(fmax(v.lo, v.hi)); }
     for (int j = lane * W; j + W <= end; j += L * W) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) } \
     if (W > 1) { const int j = K / W * W + lane; if (j < end) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) } }
 #define SUM_OF(a) const float a = across(part, lane, HADD(a##_v) + a##_s, 0);
-#define MAX_OF(a) const float a = across(part, lane, fmax(HMAX(a##_v), a##_s), 1);
+#define MAX_OF(a) const float a = across(part, lane, LARGER(HMAX(a##_v), a##_s), 1);
 // OpenCL C declares local memory at a kernel's outermost scope: no braces here.
 #define ROWS_BEGIN \
     __local float parts[ROWS * L]; \
@@ -107,7 +113,7 @@ static float across(__local float *part, int lane, float x, int maximum)
     barrier(CLK_LOCAL_MEM_FENCE);
     for (int half_ = L / 2; half_ > 0; half_ /= 2) {
         if (lane < half_)
-            part[lane] = maximum ? fmax(part[lane], part[lane + half_]) : part[lane] + part[lane + half_];
+            part[lane] = maximum ? LARGER(part[lane], part[lane + half_]) : part[lane] + part[lane + half_];
         barrier(CLK_LOCAL_MEM_FENCE);
     }
     x = part[0];
@@ -123,11 +129,11 @@ static float across(__local float *part, int lane, float x, int maximum)
 #define ENTRY __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
 #endif
 
-#define PEAK(T, LD, LDK, ST, A) A(peak) = fmax(A(peak), LD(X));
-#define EXP_SUM(T, LD, LDK, ST, A) A(sum) += exp(LD(X) - peak);
+#define PEAK(T, LD, LDK, ST, A) const T x = LD(X); A(peak) = LARGER(A(peak), x);
+#define EXP_SUM(T, LD, LDK, ST, A) A(sum) += A(exp)(LD(X) - peak);
 
 #ifdef OP_softmax
-#define EXP_Y(T, LD, LDK, ST, A) const T e = exp(LD(X) - peak); A(sum) += e; ST(Y, e);
+#define EXP_Y(T, LD, LDK, ST, A) const T e = A(exp)(LD(X) - peak); A(sum) += e; ST(Y, e);
 #define SCALE_Y(T, LD, LDK, ST, A) const T e = LD(Y) * scale; ST(Y, e);
 ENTRY void softmax(X_ARG, Y_ARG)
 {
@@ -177,7 +183,7 @@ ENTRY void log_softmax(X_ARG, Y_ARG)
 
 #ifdef OP_log_softmax_grad
 #define DY_SUM(T, LD, LDK, ST, A) A(sum) += LD(DY);
-#define DX_(T, LD, LDK, ST, A) const T d = LD(DY) - exp(LD(Y)) * sum; ST(DX, d);
+#define DX_(T, LD, LDK, ST, A) const T d = LD(DY) - A(exp)(LD(Y)) * sum; ST(DX, d);
 ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 {
     ROWS_BEGIN
@@ -252,7 +258,7 @@ ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 #endif
 
 #ifdef OP_cross_entropy_grad
-#define DX_(T, LD, LDK, ST, A) const T d = counted ? exp(LD(X) - lse) * scale : (T)(0.0f); ST(DX, d);
+#define DX_(T, LD, LDK, ST, A) const T d = counted ? A(exp)(LD(X) - lse) * scale : (T)(0.0f); ST(DX, d);
 ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
 {
     ROWS_BEGIN
@@ -260,7 +266,7 @@ ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG,
         const float lse = LDM(LSE), scale = DLOSS_AT() / WEIGHT_AT();
         OVER_K(DX_)
         AFTER_STORES
-        if (counted) STM_AT_TARGET((exp(X_AT(i, target) - lse) - 1.0f) * scale);
+        if (counted) STM_AT_TARGET((exp_s(X_AT(i, target) - lse) - 1.0f) * scale);
     ROWS_END
 }
 #endif

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
+from pathlib import Path
 
 from kernels.nest import Index, Loop
 from layoutopt.layout import Layout
@@ -12,9 +14,9 @@ __all__ = [
     "MAX_RANK",
     "any_image",
     "decode_c",
-    "group_grid",
     "index_c",
     "largest_divisor",
+    "math_c",
     "ndrange",
     "simplify",
 ]
@@ -70,9 +72,11 @@ def decode_c(grid: Sequence[Loop]) -> str:
     return " ".join(lines)
 
 
-def group_grid(name: str, extent: int) -> tuple[Loop, ...]:
-    """A grid of ``extent`` work groups of one item."""
-    return (Loop(name, extent, "group"),)
+@lru_cache(maxsize=8)
+def math_c(width: int) -> str:
+    """C text of exp, erf and tanh over scalars (``exp_s``) and, for a width above 1, vectors (``exp_v``)."""
+    text = (Path(__file__).parent.parent / "cl" / "math.cl").read_text(encoding="utf-8")
+    return f"#define MATH_WIDTH {width}\n{text}"
 
 
 def simplify(layouts: Sequence[Layout], lead: int) -> tuple[Layout, ...] | None:

@@ -102,7 +102,8 @@ class Walk:
         coords = [index_c(c) for c in self.coords]
         start = coords[self.axis]
         coords[self.axis] = "c"
-        end = f"min({n}, c+{self.span})" if self.axis in self.overhang else f"c+{min(self.span, n)}"
+        span = f"c+{self.span}"
+        end = f"{span} < {n} ? {span} : {n}" if self.axis in self.overhang else f"c+{min(self.span, n)}"
         inner = f"int c = {start}; const int end = {end}; "
         inner += f"for (; c + {self.width} <= end; c += {self.width}) {{ {vector(coords)} }} "
         if self.width > 1 and (n % self.width or self.span % self.width):

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from kernels.expr_c import expr_flops, expr_function, used_inputs
-from kernels.families.common import any_image, simplify
+from kernels.expr_c import expr_flops, expr_function, needs_math, used_inputs
+from kernels.families.common import any_image, math_c, simplify
 from kernels.families.domain import Walk, fat_walk, thin_walk, walk_launch
+from kernels.nest import Access, Index, Term
 from kernels.spec import CTYPES, DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout, Mode
 
-__all__ = ["POINTWISE", "Pointwise", "chunk_elems"]
+__all__ = ["POINTWISE", "Pointwise", "chunk_elems", "is_relayout"]
 
 _MIN_CHUNK, _MAX_CHUNK = 1024, 16384
 _GROUPS_PER_UNIT = 4
@@ -43,14 +44,15 @@ class Pointwise:
         leads = (0, 1) if spec.inputs else (0,)
         if limits.kind == "gpu":
             out = [KernelVariant(self.name, "linear_thin", (("v", v),)) for v in (4, 1)]
-            return out + [
-                KernelVariant(self.name, "thin", (("lead", lead), ("v", v))) for lead in leads for v in (4, 1)
-            ]
-        widths = [w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)]
-        widths = [*dict.fromkeys(widths), 1]
+            out += [KernelVariant(self.name, "thin", (("lead", lead), ("v", v))) for lead in leads for v in (4, 1)]
+            return out + ([KernelVariant(self.name, "tile_thin", (("t", 4),))] if is_relayout(spec) else [])
+        widths = [*dict.fromkeys([w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)] + [1])]
         out = [KernelVariant(self.name, "linear_fat", (("chunk", chunk), ("v", widths[0])))]
         for lead in leads:
             out += [KernelVariant(self.name, "fat", (("chunk", chunk), ("lead", lead), ("v", v))) for v in widths]
+        if is_relayout(spec):
+            tiles = [t for t in (16, 8, 4) if t <= limits.simd_width]
+            out += [KernelVariant(self.name, "tile_fat", (("chunk", chunk), ("t", t))) for t in tiles]
         return out
 
     def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
@@ -62,10 +64,13 @@ class Pointwise:
         else:
             domain = spec.shapes[spec.inputs]
             expanded = [x if x.shape == domain else x.expand(domain) for x in layouts]
-            lead = _lead(spec, expanded, variant.param("lead"))
+            lead = _lead(spec, expanded, dict(variant.params).get("lead", 0))
             views = simplify(expanded, lead) if lead >= 0 else None
         if views is None:
             return None
+        if variant.name.startswith("tile"):
+            launch = _tile_launch(variant, spec, views)
+            return None if launch is None else Kernel(spec, variant, layouts, (launch,), views=views)
         width = variant.param("v")
         if variant.name.endswith("fat"):
             walk = fat_walk(views[lead], width, variant.param("chunk"))
@@ -74,6 +79,81 @@ class Pointwise:
         if walk is None:
             return None
         return Kernel(spec, variant, layouts, (pointwise_launch(spec, walk),), views=views)
+
+
+def is_relayout(spec: OpSpec) -> bool:
+    """Whether a pointwise op copies one tensor, unchanged, into another layout."""
+    expr = spec.expr
+    return not expr.code and expr.results == (("x", 0),) and spec.inputs == 1 and len(set(spec.dtypes)) == 1
+
+
+def _tile_launch(variant: KernelVariant, spec: OpSpec, views: Sequence[Layout]) -> Launch | None:
+    """Square tiles from vectors along the source's contiguous axis to vectors along the target's."""
+    source, target = views
+    size = variant.param("t")
+    along = [next((a for a in range(x.rank) if x.run(a) > 1), -1) for x in views]
+    p, q = along
+    if p < 0 or q < 0 or p == q or min(source.shape[p], source.shape[q]) < size:
+        return None
+
+    def fits(t: int) -> bool:
+        return source.vectorizes(p, t) and target.vectorizes(q, t)
+
+    if not fits(size) or (size < 16 and fits(2 * size) and min(source.shape[p], source.shape[q]) >= 2 * size):
+        return None
+    blocks = tuple(-(-n // size) if a in along else n for a, n in enumerate(source.shape))
+    order = Layout.row_major(blocks)
+    if variant.name == "tile_fat":
+        walk = fat_walk(order, 1, max(variant.param("chunk") // size**2, 1))
+    else:
+        walk = thin_walk(order, 1)
+    assert walk is not None  # width 1 always walks
+    start = [
+        Index(0, tuple(Term(x.loop, x.coef * size, x.div, x.mod) for x in c.terms)) if a in along else c
+        for a, c in enumerate(i for i in walk.accesses(0, False)[0].index if isinstance(i, Index))
+    ]
+
+    def rows(operand: int, vector: int, other: int, write: bool) -> list[Access]:
+        out = []
+        for t in range(size):
+            index = [c + t if a == other else c for a, c in enumerate(start)]
+            out.append(Access(operand, tuple(index), size, vector, write))
+        return out
+
+    def step(width: int, coords: list[str]) -> str:
+        at = [f"({c})*{size}" if a in along else c for a, c in enumerate(coords)]
+        return _tile_step(spec, source.shape, at, p, q, size)
+
+    accesses = [*rows(0, p, q, False), *rows(1, q, p, True)]
+    return walk_launch(walk, [("X0", 0), ("Y0", 1)], accesses, 0, step)
+
+
+def _tile_step(spec: OpSpec, shape: Sequence[int], at: list[str], p: int, q: int, size: int) -> str:
+    """C for one tile: whole tiles in registers by perfect shuffles, those that pass an edge element by element."""
+    ctype = f"{CTYPES[spec.dtypes[0]]}{size}"
+    names = [f"i{a}" for a in range(len(at))]
+
+    def call(macro: str, axis: int, t: int | str, first: str = "") -> str:
+        return f"{macro}({first}{','.join(f'{n}+{t}' if a == axis else n for a, n in enumerate(names))})"
+
+    lines = [f"const int {n} = {c};" for n, c in zip(names, at, strict=True)]
+    lines.append(f"if (i{p} + {size} <= {shape[p]} && i{q} + {size} <= {shape[q]}) {{")
+    rows = [f"a{t}" for t in range(size)]
+    lines += [f"const {ctype} {row} = {call(f'X0_LOAD{size}', q, t)};" for t, row in enumerate(rows)]
+    stage = 0
+    while 1 << stage < size:
+        after = [f"s{stage}_{t}" for t in range(size)]
+        for t in range(size // 2):
+            # Interleaving row t with row t + size/2 moves one bit of the row's number into the column's.
+            a, b, low, high = rows[t], rows[t + size // 2], after[2 * t], after[2 * t + 1]
+            lines.append(f"{ctype} {low}, {high}; {low}.even = {a}.lo; {low}.odd = {b}.lo;")
+            lines.append(f"{high}.even = {a}.hi; {high}.odd = {b}.hi;")
+        rows, stage = after, stage + 1
+    lines += [call(f"Y0_STORE{size}", p, t, f"{row},") + ";" for t, row in enumerate(rows)]
+    inner = ",".join({p: f"i{p}+u", q: f"i{q}+t"}.get(a, n) for a, n in enumerate(names))
+    lines.append(f"}} else for (int t = 0; t < {size} && i{q} + t < {shape[q]}; ++t)")
+    lines.append(f"for (int u = 0; u < {size} && i{p} + u < {shape[p]}; ++u) Y0_AT({inner}) = X0_AT({inner});")
+    return " ".join(lines)
 
 
 def _linear_views(layouts: Sequence[Layout], output: int) -> tuple[Layout, ...] | None:
@@ -122,6 +202,8 @@ def pointwise_launch(spec: OpSpec, walk: Walk) -> Launch:
     in_types, out_types = spec.dtypes[: spec.inputs], spec.dtypes[spec.inputs :]
     widths = sorted({walk.width, 1}, reverse=True)
     functions = "\n".join(expr_function(f"expr_{w}", expr, in_types, out_types, w) for w in widths)
+    if needs_math(expr):
+        functions = f"{math_c(walk.width)}\n{functions}"
     names = [name for name, _ in operands]
 
     def step(width: int, coords: list[str]) -> str:

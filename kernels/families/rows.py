@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kernels.families.common import any_image
+from kernels.families.common import any_image, math_c
 from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout
@@ -153,7 +153,8 @@ class _Builder:
         operands = tuple(self.position.items())
         constants = (("M", self.m), ("K", self.k), *sizes.items(), (f"OP_{self.entry}", 1), *self.defines)
         nest = Nest(tuple(grid), tuple(phases))
-        return Launch("rows.cl", self.entry, operands, nest, (groups * local,), (local,), constants)
+        math = math_c(sizes["W"])
+        return Launch("rows.cl", self.entry, operands, nest, (groups * local,), (local,), constants, math)
 
     def _access(self, name: str, row: Index, column: Index, width: int, axis: int) -> Access:
         """One operand of a pass: a matrix at [row, column], or a vector along k at [column]."""
