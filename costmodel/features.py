@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 from costmodel.device import CacheLevel
-from costmodel.spread import Spread, bundles, spread
+from costmodel.spread import Spread, bundles, index_digits, lane_stride, spread
 from kernels.nest import Access, Loop
 from kernels.spec import DeviceLimits, Kernel, Launch
 from layoutopt.layout import Layout
@@ -31,6 +31,8 @@ COMPUTE = (
     "flop_slots",
     "transcendentals",
     "transcendental_slots",
+    "index_shifts",
+    "index_divisions",
     "vector_loads",
     "scalar_loads",
     "vector_stores",
@@ -52,10 +54,12 @@ FEATURES = LAUNCH + COMPUTE + MEMORY
 - groups, items: work groups, work items; trips: iterations of innermost loops.
 - transcendentals: evaluations of functions that take many instructions, in units of one exp.
 - flop_slots, transcendental_slots: the same over the widest vector.
+- index_shifts, index_divisions: digits of tiled or merged axes that an access' index takes apart, by powers of two and
+  by other numbers (before a compiler or a kernel moves them out of a loop).
 - vector_*, scalar_*: instructions; an access that is not contiguous along its vector is one scalar access a lane.
 - request_lines: distinct lines per request (a wave's on a GPU, a work item's on a CPU), summed.
 - strided: executions that no sequential stream serves: the nearest two loops that move them stride over lines.
-- conflicts: executions whose nearest moving loop longer than the near cache's ways strides by multiples of its way.
+- conflicts: executions under lanes or loops whose lines fall into fewer sets of the near cache than hold them.
 - near_bytes, middle_bytes, memory_bytes: line traffic that the first, second and last cache miss; a store counts twice
   (fetched, written back). strided_middle_bytes: the part of middle_bytes under a strided innermost loop.
 - unique_bytes: lines of all operands.
@@ -172,10 +176,14 @@ def _launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> tuple[li
             moving = [(s, n) for s, (_, n) in zip(places.strides, loops, strict=True) if s and n > 1][-2:]
             strided = min((s for s, _ in moving), default=0) > max(line, places.lines[-1] * line)
             seen.append(_Seen(alias.get(access.operand, access.operand), access.write, depth, places, strided))
-            _instructions(c, access, layout, runs)
+            scattered = _instructions(c, access, layout, runs)
+            lanes = [(lane_stride(layout, access.axis, item), access.width)] if scattered else []
             c["strided"] += runs if strided else 0
-            long = [s for s, n in moving if n > machine.ways][-1:]
-            c["conflicts"] += runs if long and long[0] % machine.way_bytes == 0 else 0
+            c["conflicts"] += runs if _conflicting([*lanes, *reversed(moving)], machine) else 0
+            shifts, divisions = index_digits(layout, bundle.coords)
+            each = runs // bundle.count * (access.width if scattered else 1)
+            c["index_shifts"] += shifts * each
+            c["index_divisions"] += divisions * each
             once = spread(layout, bundle.coords, (), vector, item, line, wave_loops)
             c["request_lines"] += runs / wave * once.lines[0]
         phases.append((extents, seen))
@@ -203,16 +211,27 @@ def _wave(grid: tuple[Loop, ...], wave_items: int) -> tuple[int, tuple[tuple[str
     return prod(n for _, n in loops), tuple(reversed(loops))
 
 
-def _instructions(c: dict[str, float], access: Access, layout: Layout, runs: int) -> None:
+def _instructions(c: dict[str, float], access: Access, layout: Layout, runs: int) -> bool:
+    """Count an access; whether it is a vector whose lanes are scattered."""
     way = "stores" if access.write else "loads"
-    if access.width == 1:
-        c[f"scalar_{way}"] += runs
-    elif layout.vectorizes(access.axis, access.width):
+    if access.width > 1 and layout.vectorizes(access.axis, access.width):
         c[f"vector_{way}"] += runs
-    elif not access.write and all(m.stride == 0 for m in layout.axis_modes(access.axis)):
-        c[f"scalar_{way}"] += runs  # one value splat over the lanes
+    elif access.width == 1 or (not access.write and all(m.stride == 0 for m in layout.axis_modes(access.axis))):
+        c[f"scalar_{way}"] += runs  # perhaps one value splat over the lanes
     else:
         c[f"scalar_{way}"] += runs * access.width
+        return True
+    return False
+
+
+def _conflicting(nested: list[tuple[int, int]], machine: Machine) -> bool:
+    """Whether the lines of (stride, count) loops, innermost first, compete for a few sets of the near cache."""
+    for stride, count in nested:
+        if stride <= machine.line_bytes:
+            return False  # a stream: its lines are used up before it moves on
+        if count > machine.ways * (machine.way_bytes // gcd(stride, machine.way_bytes)):
+            return True
+    return False
 
 
 Union = dict[int, float]

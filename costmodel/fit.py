@@ -25,8 +25,11 @@ ITERATIONS = 12
 HUBER = 0.15
 """Relative error from which a sample's pull stops growing."""
 
-PULL = 1.0
+PULL = 0.3
 """Weight of the coarser fit, in samples per feature."""
+
+SLACK = 0.1
+"""Share of the time up to which a coefficient may grow from nothing as easily as another may double."""
 
 MIN_SAMPLES = 4
 """Fewer samples than this make no fit of their own."""
@@ -120,12 +123,12 @@ def _solve(x: np.ndarray, y: np.ndarray, prior: np.ndarray | None, least: np.nda
     unit = (x / y[:, None]).mean(axis=0)  # mean share of the time per ns of coefficient: makes features comparable
     used = unit > 0
     if not used.any():
-        return least
+        return least if prior is None else prior
     base = x @ least
     scaled = x[:, used] / unit[used]
     anchor = (prior - least)[used] * unit[used] if prior is not None else np.zeros(int(used.sum()))
-    # A coarser fit holds with PULL; without one, just enough to choose among equal answers.
-    hold = np.sqrt(PULL if prior is not None else 1e-3) * np.eye(int(used.sum()))
+    # A coarser fit holds each coefficient by its ratio; without one, just enough to choose among equal answers.
+    hold = np.diag(np.sqrt(PULL) / (anchor + SLACK)) if prior is not None else np.sqrt(1e-3) * np.eye(int(used.sum()))
     at = y.copy()
     weight = np.ones_like(y)
     for _ in range(ITERATIONS):
@@ -134,8 +137,8 @@ def _solve(x: np.ndarray, y: np.ndarray, prior: np.ndarray | None, least: np.nda
         at = np.clip(base + scaled @ share, y / 8, y * 8)
         off = np.abs(np.log(at / y))
         weight = np.sqrt(np.minimum(1.0, HUBER / np.maximum(off, 1e-9)))
-    out = least.copy()
-    out[used] += share / unit[used]
+    out = least.copy() if prior is None else prior.copy()  # what these samples do not have costs what it did before
+    out[used] = least[used] + share / unit[used]
     return out
 
 

@@ -14,7 +14,7 @@ from math import gcd
 from kernels.nest import Access, Data, Index, Term
 from layoutopt.layout import LANES, Layout
 
-__all__ = ["Bundle", "Spread", "bundles", "spread"]
+__all__ = ["Bundle", "Spread", "bundles", "index_digits", "lane_stride", "spread"]
 
 Coord = tuple[int, tuple[Term, ...]]
 """(gather operand or -1, terms): a coordinate without its constant."""
@@ -101,6 +101,31 @@ def _digits(layout: Layout, item: int) -> tuple[tuple[tuple[int, int], ...], ...
     for mode in layout.modes:
         out[mode.axis].insert(0, (mode.extent, mode.stride * elems[mode.dim] * item))
     return tuple(tuple(modes) for modes in out)
+
+
+def lane_stride(layout: Layout, axis: int, item: int) -> int:
+    """Bytes between neighbours along an axis."""
+    modes = _digits(layout, item)[axis]
+    return modes[0][1] if modes else 0
+
+
+@lru_cache(maxsize=1 << 14)
+def index_digits(layout: Layout, coords: tuple[Coord, ...]) -> tuple[int, int]:
+    """(shifts and masks, divisions and remainders) in the index expression of a bundle's access."""
+    found = [0, 0]
+    for axis, modes in enumerate(_digits(layout, 1)):
+        inner = 1
+        for position, (extent, _) in enumerate(modes):
+            if inner > 1:
+                found[inner & (inner - 1) != 0] += 1
+            if position + 1 < len(modes):
+                found[extent & (extent - 1) != 0] += 1
+            inner *= extent
+        for term in coords[axis][1]:
+            for number in (term.div, term.mod):
+                if number > 1:
+                    found[number & (number - 1) != 0] += 1
+    return found[0], found[1]
 
 
 def _visit(modes: tuple[tuple[int, int], ...], extent: int, pieces: list[tuple[int, int]]) -> list[tuple[int, int]]:

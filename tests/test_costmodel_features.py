@@ -179,6 +179,34 @@ def test_strided_streams_and_conflicts_are_counted():
     assert (odd["strided"], odd["conflicts"]) == (512, 0)
 
 
+def test_lanes_that_fall_into_one_set_conflict():
+    """Sixteen rows 4 KiB apart share a set of eight ways; 4160 bytes apart they do not."""
+    phase = Phase((Loop("j", 8),), (at(0, Index(), var("j"), width=16, axis=0, write=True),))
+    nest = Nest((Loop("g", 1, "group"),), (phase,))
+    for columns, conflicts in ((1024, 8), (1040, 0)):
+        c = counts(kernel(nest, Layout.row_major((16, columns)), Layout.row_major((1, 1))))
+        assert c["conflicts"] == conflicts
+        assert c["scalar_stores"] == 8 * 16
+
+
+@pytest.mark.parametrize(
+    ("layout", "shifts", "divisions"),
+    [
+        (Layout.row_major((48, 60)), 0, 0),
+        (Layout.r_tile((48, 64), 4, 16), 4, 0),  # i>>2, i&3, j>>4, j&15
+        (Layout.r_tile((48, 60), 4, 15), 2, 2),  # j/15, j%15
+        (Layout.row_major((3, 17, 64)).permute((0, 2, 1)).reshape((3 * 64, 17)), 2, 0),  # i>>6, i&63
+    ],
+)
+def test_index_arithmetic_of_a_layout(layout, shifts, divisions):
+    walk = Nest((Loop("g", 1, "group"),), (Phase((Loop("i", 5), Loop("j", 2)), (at(0, var("i"), var("j")),)),))
+    c = counts(kernel(walk, layout, Layout.row_major((1, 1))))
+    assert (c["index_shifts"], c["index_divisions"]) == (10 * shifts, 10 * divisions)
+    expression = layout.c_expr("i", "j")
+    assert expression.count(">>") + expression.count("&") == shifts
+    assert expression.count("/") + expression.count("%") == divisions
+
+
 def test_matrix_reread_by_every_group_is_kept_by_the_cache_that_holds_it():
     b = Layout.row_major((256, 256))  # 256 KiB
     loops = (Loop("k", 256), Loop("j", 16))

@@ -64,6 +64,16 @@ def test_no_prediction_is_zero():
     assert sum(predicted_ns(got, levels("f.n"), (1.0, 0.0, 0.0), NAMES).values()) >= 50.0
 
 
+def test_what_a_variant_was_not_seen_to_do_costs_what_the_family_says():
+    """A variant measured only on kernels without bytes is still charged for bytes."""
+    family = made_up("f.a(v=1)", (1000.0, 0.05, 0.2), 60, 10)
+    dry = [Sample("f.b(v=1)", "", (1.0, x, 0.0), 1000.0 + 0.05 * x) for x in (1e4, 1e5, 3e5, 1e6, 3e6)]
+    got = fit(family + dry, NAMES)
+    assert "f.b(v=1)" in got
+    guess = sum(predicted_ns(got, levels("f.b(v=1)"), (1.0, 1e4, 1e6), NAMES).values())
+    assert guess == pytest.approx(1000 + 500 + 2e5, rel=0.1)
+
+
 def test_kinds_of_one_kernel_have_their_own_fit():
     quick, slow = ([replace(s, kind=kind) for s in made_up("rows.item(v=4)", (9e2, k, k), 20, 9)] for kind, k in KINDS)
     got = fit(quick + slow, NAMES)
