@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
-import pyopencl as cl
-import pytest
 
+from kernels.nest import Access, Data, Index, Nest, Phase
 from kernels.reference import evaluate
-from kernels.spec import DeviceLimits, OpSpec, frozen_attrs
-from kernels.testing import check_kernel, device_label, limits_of, opencl_devices
-from kernels.variants import family_of
+from kernels.runtime import devices
+from kernels.spec import DeviceLimits, Kernel, OpSpec, frozen_attrs
+from kernels.testing import check_kernel, limits_of
+from kernels.variants import kernels_for
 from layoutopt.layout import Layout, Mode
 
-DEVICES = opencl_devices()
-each_device = pytest.mark.parametrize("device", DEVICES, ids=[device_label(d) for d in DEVICES])
 GPU_LIMITS = DeviceLimits(kind="gpu", simd_width=32)
 
 
-def padded_rows(shape: tuple[int, int]) -> Layout:
-    """Row-major with a row pitch that is larger than the row."""
+def padded_rows(shape: tuple[int, ...]) -> Layout:
+    """Row-major with a row pitch larger than the row, starting inside its buffer."""
     pitch = shape[1] + 3
     return Layout.build(shape, [Mode(0, shape[0], pitch), Mode(1, shape[1], 1)], (shape[0] * pitch + 5,), (2,))
 
 
-def head_view(rows: int, cols: int) -> Layout:
+def head_view(shape: tuple[int, ...]) -> Layout:
     """[rows, cols] seen in a larger row-major matrix, as one head of several is."""
-    view = Layout.row_major((rows, 3 * cols)).slice(1, cols, 2 * cols)
+    view = Layout.row_major((shape[0], 3 * shape[1])).slice(1, shape[1], 2 * shape[1])
     assert view is not None
     return view
 
 
-def matrix_layouts(shape: tuple[int, int]) -> list[Layout]:
-    """Row-major, transposed, R-Tiles, padded and viewed."""
-    return [
-        Layout.row_major(shape),
-        Layout.row_major(shape, (1, 0)),
-        Layout.r_tile(shape, 4, 4),
-        Layout.r_tile(shape, 8, 16, inner="col", outer="col"),
-        Layout.r_tile(shape, 2, 16),
-        padded_rows(shape),
-        head_view(*shape),
-    ]
+MATRIX_LAYOUTS = {
+    "row-major": Layout.row_major,
+    "transposed": lambda shape: Layout.row_major(shape, (1, 0)),
+    "r-tile 4x4": lambda shape: Layout.r_tile(shape, 4, 4),
+    "r-tile 8x16 by columns": lambda shape: Layout.r_tile(shape, 8, 16, inner="col", outer="col"),
+    "column panels": lambda shape: Layout.tiled(shape, {1: 16}, (1, 0)),
+    "row panels": lambda shape: Layout.tiled(shape, {0: 16}),
+    "pitch": padded_rows,
+    "head": head_view,
+}
 
 
 def make_spec(
@@ -66,42 +64,69 @@ def make_spec(
     )
 
 
-def check_all(
-    device: cl.Device,
-    spec: OpSpec,
-    layouts: Sequence[Layout],
-    inputs: Sequence[np.ndarray],
-    only: Iterable[str] | None = None,
-    gpu: bool = True,
-    rtol: float = 1e-5,
-) -> list[str]:
-    """Check every variant that accepts the layouts, those for GPUs too; at least one must.
+def kernels_of(spec: OpSpec, layouts: Sequence[Layout], limits: DeviceLimits) -> list[Kernel]:
+    """Every variant that accepts the layouts; at least one must."""
+    out = kernels_for(spec, tuple(layouts), limits)
+    assert out, f"no variant of {spec.kind} accepts {[x.describe() for x in layouts]} on a {limits.kind}"
+    return out
 
-    Args:
-        device: where to run.
-        spec: the op.
-        layouts: one per operand.
-        inputs: logical values.
-        only: variant names to restrict to.
-        gpu: also try what is enumerated for GPUs.
-        rtol: see ``check_kernel``.
+
+def check_all(
+    device_index: int, spec: OpSpec, layouts: Sequence[Layout], inputs: Sequence[np.ndarray], rtol: float = 1e-5
+) -> set[str]:
+    """Check every variant that accepts the layouts, those enumerated for GPUs too.
 
     Returns:
-        The labels that ran.
+        The names of the variants that ran.
     """
+    device = devices()[device_index].handle
     exact = [x.astype(np.float32).astype(np.float64) if x.dtype.kind == "f" else x for x in inputs]
     expected = evaluate(spec.kind, dict(spec.attrs), exact, spec.shapes[spec.inputs :])
-    family = family_of(spec.kind)
-    ran = []
-    for limits in [limits_of(device), *([GPU_LIMITS] if gpu else [])]:
-        accepted = 0
-        for variant in family.variants(spec, limits):
-            kernel = family.build(variant, spec, tuple(layouts))
-            if kernel is None:
-                continue
-            accepted += 1
-            if only is None or variant.name in only:
-                check_kernel(device, kernel, list(inputs), expected, rtol)
-                ran.append(variant.label)
-        assert accepted, f"no variant of {spec.kind} accepts {[x.describe() for x in layouts]} on a {limits.kind}"
+    ran = set()
+    for limits in (limits_of(device), GPU_LIMITS):
+        for kernel in kernels_of(spec, layouts, limits):
+            check_kernel(device, kernel, list(inputs), expected, rtol)
+            ran.add(kernel.variant.name)
     return ran
+
+
+# ---- what a nest says it touches ------------------------------------------------------------------------------------
+
+
+def touched(kernel: Kernel, nest: Nest, operand: int, write: bool, data: Mapping[int, np.ndarray]) -> list[int]:
+    """Element offsets of an operand that a nest accesses, with repetitions, by plain enumeration."""
+    offsets = kernel.operand_layout(operand).linear_offsets()
+    out: list[int] = []
+    for phase in nest.phases:
+        for access in phase.accesses:
+            if access.operand == operand and access.write == write:
+                out += _access_offsets(nest, phase, access, offsets, data)
+    return out
+
+
+def _access_offsets(
+    nest: Nest, phase: Phase, access: Access, offsets: np.ndarray, data: Mapping[int, np.ndarray]
+) -> list[int]:
+    depth = len(phase.loops) if access.depth < 0 else access.depth
+    loops = (*nest.grid, *phase.loops[:depth])
+    out = []
+    for values in product(*(range(loop.extent) for loop in loops)):
+        env = {loop.name: value for loop, value in zip(loops, values, strict=True)}
+        place = [_value(coordinate, env, data) for coordinate in access.index]
+        for lane in range(access.width):
+            at = tuple(x + lane if a == access.axis else x for a, x in enumerate(place))
+            if all(0 <= x < n for x, n in zip(at, offsets.shape, strict=True)):
+                out.append(int(offsets[at]))
+    return out
+
+
+def _value(coordinate: Index | Data, env: Mapping[str, int], data: Mapping[int, np.ndarray]) -> int:
+    if isinstance(coordinate, Data):
+        array = data[coordinate.operand]
+        at = tuple(_value(x, env, data) for x in coordinate.index)
+        return int(array[at]) if all(0 <= x < n for x, n in zip(at, array.shape, strict=True)) else -1
+    total = coordinate.const
+    for term in coordinate.terms:
+        value = env[term.loop] // term.div
+        total += term.coef * (value % term.mod if term.mod else value)
+    return total

@@ -131,13 +131,13 @@ def _tile_launch(variant: KernelVariant, spec: OpSpec, views: Sequence[Layout]) 
 def _tile_step(spec: OpSpec, shape: Sequence[int], at: list[str], p: int, q: int, size: int) -> str:
     """C for one tile: whole tiles in registers by perfect shuffles, those that pass an edge element by element."""
     ctype = f"{CTYPES[spec.dtypes[0]]}{size}"
-    names = [f"i{a}" for a in range(len(at))]
+    names = [f"at{a}" for a in range(len(at))]
 
     def call(macro: str, axis: int, t: int | str, first: str = "") -> str:
         return f"{macro}({first}{','.join(f'{n}+{t}' if a == axis else n for a, n in enumerate(names))})"
 
     lines = [f"const int {n} = {c};" for n, c in zip(names, at, strict=True)]
-    lines.append(f"if (i{p} + {size} <= {shape[p]} && i{q} + {size} <= {shape[q]}) {{")
+    lines.append(f"if (at{p} + {size} <= {shape[p]} && at{q} + {size} <= {shape[q]}) {{")
     rows = [f"a{t}" for t in range(size)]
     lines += [f"const {ctype} {row} = {call(f'X0_LOAD{size}', q, t)};" for t, row in enumerate(rows)]
     stage = 0
@@ -150,9 +150,9 @@ def _tile_step(spec: OpSpec, shape: Sequence[int], at: list[str], p: int, q: int
             lines.append(f"{high}.even = {a}.hi; {high}.odd = {b}.hi;")
         rows, stage = after, stage + 1
     lines += [call(f"Y0_STORE{size}", p, t, f"{row},") + ";" for t, row in enumerate(rows)]
-    inner = ",".join({p: f"i{p}+u", q: f"i{q}+t"}.get(a, n) for a, n in enumerate(names))
-    lines.append(f"}} else for (int t = 0; t < {size} && i{q} + t < {shape[q]}; ++t)")
-    lines.append(f"for (int u = 0; u < {size} && i{p} + u < {shape[p]}; ++u) Y0_AT({inner}) = X0_AT({inner});")
+    inner = ",".join({p: f"at{p}+u", q: f"at{q}+t"}.get(a, n) for a, n in enumerate(names))
+    lines.append(f"}} else for (int t = 0; t < {size} && at{q} + t < {shape[q]}; ++t)")
+    lines.append(f"for (int u = 0; u < {size} && at{p} + u < {shape[p]}; ++u) Y0_AT({inner}) = X0_AT({inner});")
     return " ".join(lines)
 
 
