@@ -4,7 +4,7 @@ Sizes are multiples of no tile. Weights are spread well beyond their usual start
 accident.
 
 The gradient of an attention's key bias is zero in exact arithmetic (it adds the same number to every score of a query,
-which softmax takes out again), so that any computed value is rounding. For these tensors a relative error means nothing:
+which softmax takes out again), so that any computed value is rounding. A relative error of these tensors means nothing:
 their gradient must be small beside that of the query bias of the same layer, and AdamW, which divides a gradient by its
 own size, may move each of their elements by up to the learning rate per step in either direction.
 """
@@ -12,7 +12,7 @@ own size, may move each of their elements by up to the learning rate per step in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,8 +21,11 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
+from costmodel.device import load as load_model
+from costmodel.model import CostModel
 from kernels.execute import Executor
 from kernels.runtime import Runtime, devices
+from layoutopt import planner
 from layoutopt.capture import capture
 from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import AdamW, hyper_values
@@ -121,6 +124,11 @@ def case(name: str) -> Case:
 def plans(runtime: Runtime, graph: TrainingGraph, which: str) -> Plan:
     """One of the plans to test; gradients and everything else share memory where lives do not meet."""
     limits = runtime.limits
+    if which == "solver":
+        costs = CostModel(replace(load_model("generic-cpu"), limits=limits))
+        solved = planner.plan(graph, costs)
+        assert solved.solver.status == "OPTIMAL"
+        return solved
     if which == "row-major":
         return naive_plan(graph, limits, row_major, reuse=True)
     if which == "r-tile":
@@ -143,7 +151,7 @@ def shared_runtime(device_index: int) -> Runtime:
     return Runtime(devices()[device_index])
 
 
-@pytest.mark.parametrize("which", ["row-major", "r-tile", "mixed 1", "mixed 2"])
+@pytest.mark.parametrize("which", ["row-major", "r-tile", "mixed 1", "mixed 2", "solver"])
 @pytest.mark.parametrize("model", MODELS)
 def test_training_agrees_with_torch(model: str, which: str, device_index: int) -> None:
     expected = case(model)
