@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 from costmodel.caches import caches_of
 from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut, Measurement, Probe
-from costmodel.features import FEATURES
+from costmodel.features import FEATURES, features
 from costmodel.fit import fit, judge, samples_of
 from costmodel.microbench import probes
 from costmodel.model import CostModel, spec_text
 from costmodel.pool import Candidate, pool_of
 from costmodel.rounds import settled_ns
 from costmodel.runner import Bench, Prepared
+from kernels.spec import Kernel
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
 
@@ -46,7 +47,11 @@ SHARE_POOL = 0.12
 SHARE_LAST = 0.1
 """Share kept for the rounds over everything at the end."""
 
+SHARE_REFINE = 0.4
+"""Share of the budget kept for measuring what the planner would pick, where a planner is given."""
+
 Progress = Callable[[str, float], None]
+Chooser = Callable[[DeviceModel], Sequence[Kernel]]
 
 
 def calibrate(
@@ -55,6 +60,7 @@ def calibrate(
     graphs: Sequence[TrainingGraph] = (),
     progress: Progress | None = None,
     seed: int = 0,
+    chooser: Chooser | None = None,
 ) -> DeviceModel:
     """Measure the device.
 
@@ -64,6 +70,9 @@ def calibrate(
         graphs: measure for planning these; without any, a designed sample of every kernel family.
         progress: called with what is being done and the share of the budget used.
         seed: of data, sample and held-out share.
+        chooser: names the kernels that plans under a model would run. What of them is not measured yet is measured, the
+            model fitted anew and the chooser asked again, until it names nothing new or the time is used: a kernel is
+            then chosen for what it takes, not for what was hoped of it.
 
     Returns:
         A model with raw repetitions, fitted constants and the held-out error. Nothing is written.
@@ -89,12 +98,13 @@ def calibrate(
     session = _Session(bench, seed)
     constants: dict[str, FamilyFit] = {}
     again_s = 0.0
-    while spent() < 1 - SHARE_LAST:
+    end = 1 - SHARE_LAST - (SHARE_REFINE if chooser else 0.0)
+    while spent() < end:
         batch = pool.choose(constants, costs, BATCH)
         if not batch:
             break
         tell(f"{len(session.candidates)} of {len(pool)} kernels measured")
-        session.measure(batch, lambda: spent() >= 1 - SHARE_LAST)
+        session.measure(batch, lambda: spent() >= end)
         if again_s < SHARE_AGAIN * (time.monotonic() - begin):
             started = time.monotonic()
             session.round()
@@ -105,6 +115,15 @@ def calibrate(
         raise DeviceError(
             f"no kernel could be measured on {runtime.info.label} in {budget_s:g} s{refused}: allow more time"
         )
+    while chooser and spent() < 1 - SHARE_LAST:
+        tell(f"{len(session.candidates)} kernels measured, planning with them")
+        wanted = chooser(_finish(model, session.records(), session.refused, time.monotonic() - begin))
+        fresh = {k.key: k for k in wanted if k.key not in session.candidates and bench.fits(k)}
+        if not fresh:
+            break
+        tell(f"measuring {len(fresh)} kernels that plans would run")
+        batch = [Candidate(k, features(k, costs.machine), 1.0) for k in fresh.values()]
+        session.measure(batch, lambda: spent() >= 1 - SHARE_LAST)
     tell(f"{len(session.candidates)} kernels measured, again over all of them")
     for number in range(MOST_ROUNDS):
         if number >= LEAST_ROUNDS and spent() > 1:

@@ -134,7 +134,7 @@ def capture(
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or none.")] = "adamw",
     labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the models that are known.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print every view that folded or did not, and why.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print every view and what became of it.")] = False,
     json: Json = False,
 ) -> None:
     """Capture a model's training step to a graph file: forward, loss, backward, update."""
@@ -164,21 +164,21 @@ def capture(
 
 @app.command()
 def calibrate(
-    graph: Annotated[list[str] | None, typer.Option("--graph", help="Graphs to calibrate for (file or shipped).")] = None,
+    graph: Annotated[list[str] | None, typer.Option("--graph", help="Graph to calibrate for; repeatable.")] = None,
     device: Device = None,
     budget: Annotated[float, typer.Option("--budget", min=5.0, help="Seconds.")] = 100.0,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="File; the user's data folder by default.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="File; your data folder by default.")] = None,
     json: Json = False,
 ) -> None:
     """Run microbenchmarks on a device and write its device model, with the error on kernels held out from the fit."""
     from costmodel import device as device_models
-    from costmodel.calibrate import calibrate as run_calibration
     from layoutopt.models import calibrated_path, find_graph
+    from layoutopt.tuning import calibrate_for
 
     runtime = _runtime(device)
     graphs = tuple(find_graph(g) for g in graph or ())
     with Progress("calibrating", quiet=json) as bar:
-        model = run_calibration(runtime, budget_s=budget, graphs=graphs, progress=bar.fraction)
+        model = calibrate_for(runtime, graphs, budget_s=budget, progress=bar.fraction)
     path = output or calibrated_path(runtime.device)
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,9 +235,9 @@ def simulate(
     plan_file: Annotated[Path, typer.Argument(metavar="PLAN")],
     device_model: Model = None,
     device: Device = None,
-    graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if it is not beside the plan.")] = None,
+    graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if not beside it.")] = None,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 12,
-    max_accesses: Annotated[int, typer.Option("--max-accesses", min=1000, help="Per launch before sampling.")] = 200_000,
+    max_accesses: Annotated[int, typer.Option("--max-accesses", min=1000, help="A launch, before sampling.")] = 200_000,
     json: Json = False,
 ) -> None:
     """Run a plan's addresses through the device model's caches: hits, misses and bytes per op, tensor and phase."""
@@ -334,7 +334,7 @@ def train(
     lr: Annotated[float, typer.Option("--lr", min=0.0)] = 5e-5,
     held_out: Annotated[float, typer.Option("--held-out", min=0.0, max=0.9, help="Share kept for evaluation.")] = 0.2,
     seed: Annotated[int, typer.Option("--seed")] = 0,
-    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="Stop early (the state is saved).")] = None,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="Stop early; the state is saved.")] = None,
     device: Device = None,
     device_model: Model = None,
     strategy: Strategy = "ilp",
@@ -386,7 +386,7 @@ def demo(
     out(f"held-out accuracy {summary['accuracy']:.2%} after {summary['seconds']:.0f} s; figures in {output}/")
 
 
-# ---- helpers ----------------------------------------------------------------------------------------------------------
+# ---- helpers ------------------------------------------------------------------------------------------------------
 
 
 def _runtime(selector: str | None) -> Runtime:

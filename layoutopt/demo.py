@@ -24,6 +24,7 @@ from layoutopt.models import shipped
 from layoutopt.optimizers import hyper_values
 from layoutopt.show import Progress
 from layoutopt.train import Schedule, evaluate, fit
+from layoutopt.tuning import calibrate_for
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -60,7 +61,6 @@ def run_demo(
         The content of summary.json, and a row per strategy.
     """
     from costmodel import device as devices
-    from costmodel.calibrate import calibrate
     from kernels.execute import Executor
 
     started = time.perf_counter()
@@ -72,12 +72,12 @@ def run_demo(
     say(f"graph: {graph.name}, {len(graph.ops)} ops; captured by: {graph.meta.get('command', 'unknown')}")
 
     say(f"1/4 calibrating for up to {calibration_s:.0f} s")
-    model = calibrate(runtime, budget_s=calibration_s, graphs=(graph,), progress=bar.fraction)
+    model = calibrate_for(runtime, [graph], budget_s=calibration_s, progress=bar.fraction)
     devices.save(model, output / "device.toml")
     if model.held_out:
         say(
-            f"    {len(model.measurements)} kernels measured; held-out error: median {model.held_out.median_error:.0%}, "
-            f"Kendall tau {model.held_out.tau:.2f}"
+            f"    {len(model.measurements)} kernels measured; held-out error: median "
+            f"{model.held_out.median_error:.0%}, Kendall tau {model.held_out.tau:.2f}"
         )
 
     say("2/4 planning")
@@ -86,8 +86,8 @@ def run_demo(
     save(graph, output / f"{GRAPH}.graph")
     plans.save(plan, output / "plan.json")
     say(
-        f"    {plan.solver.status} in {plan.solver.seconds:.1f} s over {plan.solver.choices} choices, gap {plan.solver.gap:.2%}, "
-        f"{len(plan.relayouts)} relayouts, predicted step {predicted_s(plan) * 1e3:.2f} ms"
+        f"    {plan.solver.status} in {plan.solver.seconds:.1f} s over {plan.solver.choices} choices, "
+        f"gap {plan.solver.gap:.2%}, {len(plan.relayouts)} relayouts, predicted step {predicted_s(plan) * 1e3:.2f} ms"
     )
 
     executor = Executor(runtime, graph, plan, initial_values(graph, seed))

@@ -99,10 +99,10 @@ def device_model(
     if path.is_file():
         announce(f"device model {path}")
         return devices.load(str(path))
-    from costmodel.calibrate import calibrate
+    from layoutopt.tuning import calibrate_for
 
     announce(f"{runtime.device.name} has no calibration here: calibrating for up to {budget_s:.0f} s")
-    model = calibrate(runtime, budget_s=budget_s, graphs=tuple(graphs), progress=progress)
+    model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     devices.save(model, path)
     announce(f"calibration kept in {path}")

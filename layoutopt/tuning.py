@@ -1,0 +1,69 @@
+"""Calibration for a graph: the kernels that plans would run are measured, then planned again, until nothing is new.
+
+A cost table with one hopeful prediction in it sends the solver there. So the solver's own choice decides what to
+measure next; what it finally picks has been measured, and what it did not pick was measured or predicted to be slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from layoutopt.errors import LayoutOptError
+from layoutopt.graph import TrainingGraph
+
+if TYPE_CHECKING:
+    from costmodel.device import DeviceModel
+    from kernels.runtime import Runtime
+    from kernels.spec import Kernel
+
+__all__ = ["calibrate_for"]
+
+STRATEGIES = ("ilp", "greedy", "ideal", "rowmajor")
+SOLVE_S = 10.0
+"""Seconds that the exact solver gets within calibration; its best answer so far is as good a question."""
+
+
+def calibrate_for(
+    runtime: Runtime,
+    graphs: Sequence[TrainingGraph],
+    *,
+    budget_s: float,
+    seed: int = 0,
+    progress: Callable[[str, float], None] | None = None,
+) -> DeviceModel:
+    """A device model whose measurements cover what plans of ``graphs`` run.
+
+    Args:
+        runtime: the device.
+        graphs: to plan; none calibrates for graphs in general.
+        budget_s: wall time.
+        seed: of data, sample and held-out share.
+        progress: told what is done and the share of the budget used.
+
+    Raises:
+        DeviceError: the device refuses the microbenchmarks.
+    """
+    from costmodel.calibrate import calibrate
+
+    chooser = (lambda model: _chosen(graphs, model)) if graphs else None
+    return calibrate(runtime, budget_s, tuple(graphs), progress, seed, chooser)
+
+
+def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel) -> list[Kernel]:
+    """Every kernel of every strategy's plan."""
+    from costmodel.model import CostModel
+    from kernels.bind import bind
+    from layoutopt import planner
+
+    out: dict[str, Kernel] = {}
+    for graph in graphs:
+        costs = CostModel(model)
+        tables = planner.tabulate(graph, costs)
+        for strategy in STRATEGIES:
+            try:
+                plan = planner.plan(graph, costs, strategy, None, SOLVE_S, tables=tables)
+            except LayoutOptError:  # a strategy that meets a dead end asks for no kernels; planning will say so
+                continue
+            out |= {step.kernel.key: step.kernel for step in bind(graph, plan, model.limits)}
+    return list(out.values())
