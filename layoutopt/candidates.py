@@ -45,7 +45,7 @@ class Rules:
     panels: tuple[int, ...]
     tiles: tuple[tuple[int, int], ...]
     transposed: bool = True
-    cap: int = 8
+    cap: int = 6
     max_growth: float = 1.5
     small_elems: int = 256
 

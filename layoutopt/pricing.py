@@ -43,7 +43,8 @@ __all__ = ["Pricer", "Progress", "Tables", "build_problem", "price_ns"]
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of the whole planning that is behind it."""
 
-_LIMIT = 512
+_LIMIT = 96
+_LIMITS = {"contraction": 216}
 
 
 def price_ns(cost: Cost) -> int:
@@ -147,7 +148,7 @@ def build_problem(
     costs: Costs,
     candidates: Mapping[str, tuple[Layout, ...]],
     progress: Progress | None = None,
-    limit: int = _LIMIT,
+    limit: int | None = None,
 ) -> Tables:
     """Price a graph's layout assignment problem.
 
@@ -156,7 +157,8 @@ def build_problem(
         costs: of a device.
         candidates: layouts per storage, row-major first.
         progress: told after each op.
-        limit: layout tuples priced per op at most (see the module's text).
+        limit: layout tuples priced per op at most (see the module's text); 216 for contractions, 96 for others when
+            left out.
 
     Raises:
         GraphError: an op reads a value that was already overwritten in place, or its kind has no kernels.
@@ -180,7 +182,7 @@ def build_problem(
         spec = op_spec(graph, op)
         key = (spec, slots.seen, slots.members)
         if key not in shared:
-            shared[key] = _choices(pricer, spec, slots, limit)
+            shared[key] = _choices(pricer, spec, slots, limit or _LIMITS.get(op.kind, _LIMIT))
         if not shared[key]:
             raise _unserved(graph, op, spec)
         nodes.append(OpNode(op.name, operands, len(op.inputs), shared[key], pinned[op.name]))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from layoutopt.errors import InfeasibleError
 from layoutopt.problem import Choice, OpNode, Problem
 
-__all__ = ["Domain", "consistent", "reduce"]
+__all__ = ["Domain", "consistent", "dearest", "reduce", "undominated"]
 
 
 @dataclass(frozen=True)
@@ -91,21 +91,21 @@ def reduce(problem: Problem) -> Domain:
         InfeasibleError: as ``consistent``.
     """
     domain = consistent(problem)
-    dearest = _dearest(problem, domain)
+    most = dearest(problem, domain)
     memo: dict[tuple[object, ...], tuple[int, ...]] = {}
     kept = []
     for op, left in zip(problem.ops, domain.choices, strict=True):
         tied = set(op.primary_operands)
-        prices = tuple(None if k in tied else dearest[s] for k, s in enumerate(op.operands))
+        prices = tuple(None if k in tied else most[s] for k, s in enumerate(op.operands))
         # Repeated blocks share the choices tuple itself, so identity is a cheap and sufficient key.
         key = (id(op.choices), left, prices)
         if key not in memo:
-            memo[key] = _undominated(op.choices, left, prices)
+            memo[key] = undominated(op.choices, left, prices)
         kept.append(memo[key])
     return Domain(domain.primaries, tuple(kept))
 
 
-def _dearest(problem: Problem, domain: Domain) -> list[tuple[int | None, ...]]:
+def dearest(problem: Problem, domain: Domain) -> list[tuple[int | None, ...]]:
     """Per storage and candidate: the most that having it can cost, or None where some primary cannot give it."""
     out = []
     for s, node in enumerate(problem.storages):
@@ -118,9 +118,10 @@ def _dearest(problem: Problem, domain: Domain) -> list[tuple[int | None, ...]]:
     return out
 
 
-def _undominated(
+def undominated(
     choices: tuple[Choice, ...], left: tuple[int, ...], prices: tuple[tuple[int | None, ...] | None, ...]
 ) -> tuple[int, ...]:
+    """The choices in ``left`` that no other dominates; ``prices`` per operand as ``dearest``, None where tied."""
     kept: list[int] = []
     for c in sorted(left, key=lambda c: (choices[c].cost_ns, c)):
         if not any(_dominates(choices[d], choices[c], prices) for d in kept):

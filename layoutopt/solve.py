@@ -1,10 +1,11 @@
 """The exact solver: layout assignment as an integer program, closed by HiGHS through OR-tools.
 
-Variables, for what ``reduce`` leaves: ``p[s,l]`` storage s has primary l (one per storage); ``r[s,a,b]`` it is relaid
-out from a to b, at most ``p[s,a]``; ``x[o,c]`` op o takes choice c (one per op). For each operand of an op and each
-candidate l of its storage: an input's choices that use l sum to at most ``p[s,l] + sum_a r[s,a,l]``, an output's (or a
-pinned input's) to exactly ``p[s,l]``. Summing per operand rather than bounding choice by choice is what makes the linear
-relaxation strong. Relayouts need no integrality: once p and x are integers the least r is.
+Variables, for what ``reduce`` and ``merge_chains`` leave: ``p[s,l]`` storage s has primary l (one per storage);
+``r[s,a,b]`` it is relaid out from a to b, at most ``p[s,a]``; ``x[o,c]`` op o takes choice c (one per op). For each
+operand of an op and each candidate l of its storage: an input's choices that use l sum to at most
+``p[s,l] + sum_a r[s,a,l]``, an output's (or a pinned input's) to exactly ``p[s,l]``. Summing per operand rather than
+bounding choice by choice is what makes the linear relaxation strong. Relayouts need no integrality: once p and x are
+integers the least r is.
 
 HiGHS computes in floating point. Every op's cheapest choice is taken out of the objective as a constant, so that what
 it sees are differences; its answer is rounded, repriced in integers by ``check``, and called optimal only when its dual
@@ -20,11 +21,12 @@ from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
+from layoutopt.chains import Merged, merge_chains
 from layoutopt.check import check
 from layoutopt.conflict import explain
 from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.problem import Assignment, Problem
-from layoutopt.reduce import Domain, reduce
+from layoutopt.reduce import reduce
 from layoutopt.strategies import STRATEGIES
 
 __all__ = ["solve"]
@@ -49,10 +51,12 @@ def solve(problem: Problem, time_limit_s: float = 60.0, starts: Iterable[Assignm
         InfeasibleError: there is none; ``conflict`` names ops and storages that together cannot be served.
     """
     started = time.perf_counter()
-    domain = reduce(problem)
+    merged = merge_chains(problem, reduce(problem))
+    if merged is None:
+        raise explain(problem)
     known = list(_heuristics(problem) if starts is None else starts)
     best = min(known, key=lambda a: a.cost_ns) if known else None
-    model = _Model(problem, domain)
+    model = _Model(merged)
     result = model.run(time_limit_s, best)
     reason = result.termination.reason
     if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
@@ -100,10 +104,12 @@ def _heuristics(problem: Problem) -> list[Assignment]:
 
 
 class _Model:
-    """The integer program of a reduced problem and its way back to assignments."""
+    """The integer program of a merged problem and its way back to assignments of the original."""
 
-    def __init__(self, problem: Problem, domain: Domain) -> None:
-        self.problem, self.domain = problem, domain
+    def __init__(self, merged: Merged) -> None:
+        self.merged = merged
+        problem, domain = merged.problem, merged.domain
+        self.problem = problem
         self.model = mathopt.Model(name="layout assignment")
         self.p = [{a: self.model.add_binary_variable() for a in primaries} for primaries in domain.primaries]
         self.x = [{c: self.model.add_binary_variable() for c in left} for left in domain.choices]
@@ -183,10 +189,11 @@ class _Model:
     def _hint(self, start: Assignment) -> mathopt.SolutionHint:
         values: dict[mathopt.Variable, float] = {}
         for row, primary in zip(self.p, start.primary, strict=True):
-            values |= {variable: float(a == primary) for a, variable in row.items()}
-        for row, choice in zip(self.x, start.choice, strict=True):
-            # A choice that a dominated one was reduced to is left for the solver to complete.
-            if choice in row:
+            if primary in row:
+                values |= {variable: float(a == primary) for a, variable in row.items()}
+        for row, choice in zip(self.x, self.merged.project(start), strict=True):
+            # What dominance replaced is left for the solver to complete.
+            if choice is not None:
                 values |= {variable: float(c == choice) for c, variable in row.items()}
         return mathopt.SolutionHint(variable_values=values)
 
@@ -195,7 +202,8 @@ class _Model:
         values = result.variable_values()
         primary = tuple(max(row, key=lambda a: values[row[a]]) for row in self.p)
         choice = tuple(max(row, key=lambda c: values[row[c]]) for row in self.x)
-        problem = self.problem
+        primary, choice = self.merged.expand(primary, choice)
+        problem = self.merged.original
         copies: list[set[int]] = [set() for _ in problem.storages]
         cost = 0
         for op, c in zip(problem.ops, choice, strict=True):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from layoutopt.chains import merge_chains
 from layoutopt.check import check
 from layoutopt.errors import InfeasibleError
 from layoutopt.problem import Assignment, Choice, OpNode, Problem, StorageNode
@@ -54,6 +55,41 @@ def test_reduction_keeps_an_optimum(seed: int) -> None:
     )
     assert sum(map(len, domain.choices)) < sum(len(op.choices) for op in problem.ops)
     assert exhaustive(rest) == exhaustive(problem)
+
+
+def touched(problem: Problem) -> set[int]:
+    return {s for op in problem.ops for s in op.operands}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_merging_keeps_the_optimum_and_finds_its_way_back(seed: int) -> None:
+    problem = random_problem(seed, ops=3, width=3, hostile=seed % 2 == 1)
+    expected = exhaustive(problem)
+    try:
+        merged = merge_chains(problem, consistent(problem))
+    except InfeasibleError:
+        assert expected is None
+        return
+    assert (None if merged is None else exhaustive(merged.problem)) == expected
+    if merged is not None and expected is not None:
+        assert touched(merged.problem) < touched(problem)
+        small = solve(merged.problem)
+        primary, choice = merged.expand(small.primary, small.choice)
+        used = [
+            (s, layout)
+            for op, c in zip(problem.ops, choice, strict=True)
+            for s, layout in zip(op.operands, op.choices[c].layouts, strict=True)
+        ]
+        copies = [{layout for t, layout in used if t == s} - {p} for s, p in enumerate(primary)]
+        whole = tuple(tuple(sorted(made)) for made in copies)
+        assert check(problem, Assignment(primary, whole, choice, expected, "FEASIBLE", 0, 0.0, "")) == expected
+
+
+def test_the_best_start_is_never_lost() -> None:
+    problem = random_problem(11, ops=40, width=5)
+    best = solve(problem)
+    again = solve(problem, time_limit_s=1e-3, starts=[best])
+    assert again.cost_ns == best.cost_ns
 
 
 def test_same_problem_same_answer() -> None:
