@@ -24,23 +24,32 @@ def walk_variants(family: str, total: int, limits: DeviceLimits) -> list[KernelV
     return [KernelVariant(family, "fat", (("chunk", chunk_elems(total, limits)), ("v", v))) for v in widths]
 
 
-def widest_walk(variant: KernelVariant, lead: Layout, width: int | None = None) -> Walk:
-    """A walk over a layout in the variant's width, or in the widest smaller one that the layout has runs for."""
-    width = width or variant.param("v")
+def widest_walk(variant: KernelVariant, lead: Layout, exact: int = -1, start: int = 0) -> Walk:
+    """A walk over a layout in the variant's width, or in the widest smaller one that the layout has runs for.
+
+    Args:
+        variant: ``fat`` or ``thin``, with its width.
+        lead: the domain, in storage order.
+        exact: see ``fat_walk``.
+        start: where the domain begins along the axis ``exact``: a multiple of the width of vectors along it.
+    """
+    width = variant.param("v")
     while True:
-        walk = fat_walk(lead, width, variant.param("chunk")) if variant.name == "fat" else thin_walk(lead, width)
-        if walk is not None:
+        if variant.name == "fat":
+            walk = fat_walk(lead, width, variant.param("chunk"), exact)
+        else:
+            walk = thin_walk(lead, width, exact)
+        if walk is not None and (walk.axis != exact or start % width == 0):
             return walk
         width //= 2
 
 
-def fill_launch(variant: KernelVariant, lead: Layout, name: str, position: int, dtype: str, start: int = 0) -> Launch:
-    """Zeros over the domain of ``lead``, in operand ``position`` from ``start`` on its second axis."""
-    aligned = _alignment(start)
-    walk = widest_walk(variant, lead)
-    if walk.axis == 1 and aligned < walk.width:
-        walk = widest_walk(variant, lead, aligned)
-    shift = [start if axis == 1 else 0 for axis in range(lead.rank)]
+def fill_launch(
+    variant: KernelVariant, lead: Layout, name: str, position: int, dtype: str, start: int | None = None
+) -> Launch:
+    """Zeros over the domain of ``lead`` in operand ``position``: all of it, or from ``start`` on its second axis."""
+    walk = widest_walk(variant, lead) if start is None else widest_walk(variant, lead, 1, start)
+    shift = [(start or 0) if axis == 1 else 0 for axis in range(lead.rank)]
 
     def step(width: int, coords: list[str]) -> str:
         at = ",".join(f"{c}+{s}" if s else c for c, s in zip(coords, shift, strict=True))
@@ -49,11 +58,6 @@ def fill_launch(variant: KernelVariant, lead: Layout, name: str, position: int, 
         return f"{name}_STORE{width}(({CTYPES[dtype]}{width})(0),{at});"
 
     return walk_launch(walk, [(name, position)], walk.accesses(position, True, shift), 0, step)
-
-
-def _alignment(start: int) -> int:
-    """Widest vector that may begin at ``start``."""
-    return min(start & -start, 16) if start else 16
 
 
 class Concat:
@@ -91,16 +95,17 @@ class Concat:
     def _lead(self, output: Layout, start: int, stop: int) -> Layout:
         """Where a part of the output lies; row-major stands in where the cut falls inside a tile."""
         outer, _, inner = output.shape
-        return output.slice(1, start, stop) or Layout.row_major((outer, stop - start, inner))
+        part = output.slice(1, start, stop)
+        if part is None or part.padded(1) != part.shape[1]:
+            return Layout.row_major((outer, stop - start, inner))
+        return part
 
     def _copy(
         self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...], position: int, start: int
     ) -> tuple[Launch, int]:
         output = spec.inputs
         lead = self._lead(layouts[output], start, start + spec.shapes[position][1])
-        walk = widest_walk(variant, lead)
-        if walk.axis == 1 and _alignment(start) < walk.width:
-            walk = widest_walk(variant, lead, _alignment(start))
+        walk = widest_walk(variant, lead, 1, start)
         shift = [0, start, 0]
 
         def step(width: int, coords: list[str]) -> str:

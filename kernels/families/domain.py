@@ -116,22 +116,22 @@ class Walk:
         return f"{decode_c(self.grid)} {inner}"
 
 
-def _digits(lead: Layout) -> list[_Digit]:
+def _digits(lead: Layout, exact: int) -> list[_Digit]:
     out = []
     for axis, n in enumerate(lead.shape):
         modes = lead.axis_modes(axis)
         weight = 1
         for position, mode in reversed(list(enumerate(modes))):
             extent = -(-n // weight) if position == 0 else mode.extent
-            out.append(_Digit(axis, weight, extent, mode.stride, position == 0))
+            out.append(_Digit(axis, weight, extent, mode.stride, position == 0 and axis != exact))
             weight *= mode.extent
         if not modes:
-            out.append(_Digit(axis, 1, n, 0, True))
+            out.append(_Digit(axis, 1, n, 0, axis != exact))
     return sorted(out, key=lambda d: -d.stride)
 
 
-def _start(lead: Layout, width: int) -> tuple[Walk, list[_Digit]] | None:
-    digits = _digits(lead)
+def _start(lead: Layout, width: int, exact: int) -> tuple[Walk, list[_Digit]] | None:
+    digits = _digits(lead, exact)
     inner = digits[-1]
     if width > 1 and (inner.stride != 1 or inner.extent < width or (not inner.outermost and inner.extent % width)):
         return None
@@ -139,13 +139,16 @@ def _start(lead: Layout, width: int) -> tuple[Walk, list[_Digit]] | None:
     return walk, digits
 
 
-def fat_walk(lead: Layout, width: int, chunk: int) -> Walk | None:
+def fat_walk(lead: Layout, width: int, chunk: int, exact: int = -1) -> Walk | None:
     """One item a group, each walking about ``chunk`` elements in the lead's storage order.
+
+    ``exact`` is an axis without padding that no loop may overshoot: where an operand is accessed at a shift along it,
+    what lies past the domain's end is not past the operand's.
 
     Returns:
         None where the lead has no run of ``width`` elements.
     """
-    started = _start(lead, width)
+    started = _start(lead, width, exact)
     if started is None:
         return None
     walk, digits = started
@@ -187,13 +190,13 @@ def _mark_padding(walk: Walk, lead: Layout, axis: int) -> None:
         walk.overhang.add(axis)
 
 
-def thin_walk(lead: Layout, width: int) -> Walk | None:
-    """One vector an item, neighbouring items along the lead's storage order.
+def thin_walk(lead: Layout, width: int, exact: int = -1) -> Walk | None:
+    """One vector an item, neighbouring items along the lead's storage order; ``exact`` as in ``fat_walk``.
 
     Returns:
         None where the lead has no run of ``width`` elements.
     """
-    started = _start(lead, width)
+    started = _start(lead, width, exact)
     if started is None:
         return None
     walk, digits = started

@@ -9,7 +9,7 @@ then looks through all ids, which are few next to the data). Ids must lie within
 from __future__ import annotations
 
 from kernels.families.common import any_image
-from kernels.families.concat import fill_launch, widest_walk
+from kernels.families.concat import fill_launch
 from kernels.families.pointwise import chunk_elems
 from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
@@ -61,8 +61,6 @@ class Indexing:
             return Kernel(spec, variant, layouts, (self._gather(variant, spec),))
         chunk = variant.param("chunk")
         fill = KernelVariant(self.name, "fat" if chunk else "thin", (("chunk", chunk), ("v", 16 if chunk else 4)))
-        width_of_fill = widest_walk(fill, layouts[2]).width
-        fill = KernelVariant(self.name, fill.name, (("chunk", chunk), ("v", width_of_fill)))
         zero = fill_launch(fill, layouts[2], "GRAD", 2, spec.dtypes[2])
         add = self._owner(variant, spec) if variant.name == "owner" else self._columns(variant, spec)
         return Kernel(spec, variant, layouts, (zero, add))

@@ -1,0 +1,161 @@
+"""Row kernels and losses on every device, and their nests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.families.rows import OPS
+from kernels.runtime import devices
+from kernels.spec import DeviceLimits, OpSpec
+from kernels.testing import PreparedKernel, check_kernel, limits_of
+from layoutopt.layout import Layout
+from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec, touched
+
+CPU = DeviceLimits(kind="cpu", simd_width=16)
+IGNORED = -100
+
+
+def case(kind: str, m: int, k: int) -> tuple[OpSpec, list[np.ndarray]]:
+    rng = np.random.default_rng(m * 1000 + k)
+    x = (3 * rng.standard_normal((m, k)) + 1).astype(np.float32)
+    dy = rng.standard_normal((m, k)).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, k)).astype(np.float32)
+    y = np.exp(x - x.max(1, keepdims=True))
+    y /= y.sum(1, keepdims=True)
+    mean, rstd = x.mean(1), 1 / np.sqrt(x.var(1) + np.float32(0.1))
+    inputs = {
+        "softmax": [x],
+        "softmax_grad": [dy, y],
+        "log_softmax": [x],
+        "log_softmax_grad": [dy, np.log(y)],
+        "layer_norm": [x, gamma, beta],
+        "layer_norm_grad": [dy, x, mean, rstd, gamma],
+    }[kind]
+    outputs = [(m, k), (m,), (m,)] if kind == "layer_norm" else [(m, k)]
+    return make_spec(kind, inputs, outputs, {"eps": 1e-5} if kind == "layer_norm" else {}), inputs
+
+
+def laid_out(spec: OpSpec, *names: str) -> list[Layout]:
+    """Matrices in the named layouts by turns, the rest row-major."""
+    out, turn = [], 0
+    for shape in spec.shapes:
+        if len(shape) == 2:
+            out.append(MATRIX_LAYOUTS[names[turn % len(names)]](shape))
+            turn += 1
+        else:
+            out.append(Layout.row_major(shape))
+    return out
+
+
+@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((19, 37), ("row-major",)),
+        ((37, 19), ("row panels",)),
+        ((13, 64), ("r-tile 4x4", "column panels")),
+        ((20, 5), ("transposed", "head")),
+        ((3, 1), ("pitch",)),
+    ],
+    ids=lambda x: "x".join(map(str, x)),
+)
+def test_rows(device_index: int, kind: str, shape: tuple[int, int], names: tuple[str, ...]) -> None:
+    spec, inputs = case(kind, *shape)
+    ran = check_all(device_index, spec, laid_out(spec, *names), inputs)
+    assert {"item", "group"} <= ran
+    assert ("cols" in ran) == (names[0] in ("row panels", "transposed"))
+
+
+def test_large_values_and_masked_rows(device_index: int) -> None:
+    """Attention masks hold the most negative float; a wholly masked row is uniform, not NaN."""
+    x = np.full((5, 37), np.finfo(np.float32).min)
+    x[0, 3], x[1], x[2, ::2] = 80.0, np.linspace(-200, 200, 37), 1e4
+    for kind in ("softmax", "log_softmax"):
+        spec = make_spec(kind, [x], [(5, 37)])
+        check_all(device_index, spec, laid_out(spec, "row-major"), [x])
+
+
+def test_nan_and_infinity_stay_in_their_row(device_index: int) -> None:
+    x = np.random.default_rng(0).standard_normal((4, 37)).astype(np.float32)
+    x[1, 5], x[2] = np.nan, -np.inf
+    spec = make_spec("softmax", [x], [(4, 37)])
+    device = devices()[device_index].handle
+    for kernel in kernels_of(spec, laid_out(spec, "row-major"), CPU):
+        prepared = PreparedKernel(device, kernel, [x])
+        prepared.run()
+        (y,) = prepared.outputs()
+        assert np.isnan(y[1:3]).all()
+        assert np.allclose(y[[0, 3]].sum(1), 1, atol=1e-5)
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def loss_cases(n: int, c: int, target: np.ndarray) -> list[tuple[OpSpec, list[np.ndarray]]]:
+    rng = np.random.default_rng(n + c)
+    logits = (2 * rng.standard_normal((n, c))).astype(np.float32)
+    lse = np.log(np.exp(logits).sum(1)).astype(np.float32)
+    weight = np.asarray((target != IGNORED).sum(), np.float32)
+    dloss = np.asarray(1.75, np.float32)
+    attrs = {"ignore_index": IGNORED}
+    logp = (logits - lse[:, None]).astype(np.float32)
+    return [
+        (make_spec("cross_entropy", [logits, target], [(), (n,), ()], attrs), [logits, target]),
+        (
+            make_spec("cross_entropy_grad", [dloss, logits, target, lse, weight], [(n, c)], attrs),
+            [dloss, logits, target, lse, weight],
+        ),
+        (make_spec("nll_loss", [logp, target], [(), ()], attrs), [logp, target]),
+        (make_spec("nll_loss_grad", [dloss, target, weight], [(n, c)], attrs), [dloss, target, weight]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "name"), [(7, 2, "row-major"), (150, 5, "transposed"), (9, 1000, "row-major"), (33, 20, "r-tile 4x4")]
+)
+def test_losses(device_index: int, n: int, c: int, name: str) -> None:
+    target = np.random.default_rng(1).integers(0, c, n).astype(np.int32)
+    target[::4] = IGNORED
+    for spec, inputs in loss_cases(n, c, target):
+        check_all(device_index, spec, laid_out(spec, name), inputs)
+
+
+def test_all_targets_ignored(device_index: int) -> None:
+    """As in torch: the loss is 0/0, so NaN, and every gradient is zero."""
+    for spec, inputs in loss_cases(6, 5, np.full(6, IGNORED, np.int32)):
+        check_all(device_index, spec, laid_out(spec, "row-major"), inputs)
+
+
+def test_mean_over_many_rows_keeps_its_precision(device_index: int) -> None:
+    n = 20000
+    logp = (-1 - 1e-3 * np.random.default_rng(0).random((n, 2))).astype(np.float32)
+    target = np.zeros(n, np.int32)
+    spec = make_spec("nll_loss", [logp, target], [(), ()], {"ignore_index": IGNORED})
+    device = devices()[device_index].handle
+    expected = [-logp[:, 0].mean(dtype=np.float64), np.float64(n)]
+    for limits in (limits_of(device), GPU_LIMITS):
+        for kernel in kernels_of(spec, laid_out(spec, "row-major"), limits):
+            check_kernel(device, kernel, [logp, target], expected, rtol=1e-6)
+
+
+# ---- host: nests ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limits", [CPU, GPU_LIMITS], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("names", [("row-major",), ("row panels",), ("transposed",)], ids=lambda x: x[0])
+@pytest.mark.parametrize("kind", OPS)
+def test_nests_write_every_element(kind: str, names: tuple[str, ...], limits: DeviceLimits) -> None:
+    """Outputs once, except for softmax, which also writes its exponentials; inputs once a pass that reads them."""
+    spec, _ = case(kind, 19, 37)
+    layouts = laid_out(spec, *names)
+    reads = {"softmax": [2], "softmax_grad": [2, 2], "log_softmax": [3], "log_softmax_grad": [2, 1]}
+    reads |= {"layer_norm": [3], "layer_norm_grad": [2, 2]}
+    for kernel in kernels_of(spec, layouts, limits):
+        for position, layout in enumerate(layouts):
+            if len(layout.shape) < 2:
+                continue
+            write = position >= spec.inputs
+            got = [x for launch in kernel.launches for x in touched(kernel, launch.nest, position, write, {})]
+            times = reads[kind][position] if not write else (2 if kind == "softmax" else 1)
+            assert sorted(got) == sorted(layout.offsets().ravel().tolist() * times), kernel.variant.label
