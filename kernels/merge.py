@@ -18,6 +18,8 @@ _DIRECTIVE = re.compile(r"^[ \t]*#(?:[^\n\\]|\\.)*", re.MULTILINE | re.DOTALL)
 _DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.MULTILINE)
 _DECLARATION = re.compile(r"\b(?:typedef|struct|union|enum|__constant|constant)\b")
 _WORD_BEFORE = re.compile(r"(\w+)\s*$")
+_MACRO_WITH_BODY = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)\(([^)]*)\)((?:[^\n\\]|\\.)*)", re.MULTILINE | re.DOTALL)
+_PASTED = re.compile(r"(\w+)\s*##\s*(\w+)")
 
 
 def section_suffix(position: int) -> str:
@@ -60,14 +62,48 @@ def _function_name(header: str) -> str | None:
     return None
 
 
+def _arguments(text: str) -> list[str]:
+    """The arguments of a macro call, from the text behind its opening parenthesis."""
+    out, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        if depth == 0 and char in ",)":
+            out.append(text[start:at].strip())
+            start = at + 1
+            if char == ")":
+                break
+        depth += {"(": 1, ")": -1}.get(char, 0)
+    return out
+
+
+def _pasted_names(source: str, outside: str) -> set[str]:
+    """Names that macros called at file scope paste together: ``MATH(float, _s)`` may define ``exp##S``."""
+    names = set()
+    for macro, parameters, body in _MACRO_WITH_BODY.findall(source):
+        if "##" not in body or "{" not in body:
+            continue
+        formal = [p.strip() for p in parameters.split(",")]
+        for call in re.finditer(rf"\b{macro}\s*\(", outside):
+            actual = dict(zip(formal, _arguments(outside[call.end() :]), strict=False))
+            pairs = _PASTED.findall(body)
+            names |= {actual.get(a, a) + actual.get(b, b) for a, b in pairs}
+    return {name for name in names if name.isidentifier()}
+
+
 def _functions(source: str) -> list[str] | None:
-    """Names of the functions defined, or None where the source cannot be a section."""
+    """Names of the functions defined, or None where the source cannot be a section.
+
+    A name that is a function under one condition and a macro under another is fine: the source's own ``#define`` then
+    replaces the one in front of the section (compilers warn).
+    """
     outside, headers = _file_scope(source)
-    names = [_function_name(header) for header in headers]
     macros = set(_DEFINE.findall(source))
-    if _DECLARATION.search(outside) or any(name is None or name in macros for name in names):
-        return None
-    return sorted({name for name in names if name})
+    names = set()
+    for header in headers:
+        name = _function_name(header)
+        if name is None or (name in macros and "__kernel" in header):
+            return None
+        names.add(name)
+    return None if _DECLARATION.search(outside) else sorted(names | _pasted_names(source, outside))
 
 
 def mergeable(source: str) -> bool:

@@ -337,7 +337,7 @@ class Runtime:
         for begin in range(0, len(sections), _SECTIONS):
             chunk = sections[begin : begin + _SECTIONS]
             try:
-                program = self._compile(merged([new[key][0] for key in chunk]))
+                program = self._compile(merged([new[key][0] for key in chunk]), quiet=True)
             except self._cl.Error:
                 continue  # built one by one, and the one that is wrong is named
             self._programs |= {key: (program, section_suffix(i)) for i, key in enumerate(chunk)}
@@ -359,11 +359,14 @@ class Runtime:
         try:
             return self._cl.Kernel(program, entry + suffix)
         except self._cl.Error as error:
+            if suffix:  # a name that ``merged`` could not see
+                self._build(source, label, alone=True)
+                return self.kernel(source, entry, label)
             raise DeviceError(f"kernel {label} has no entry {entry!r}: {_first_line(error)}") from error
 
-    def _build(self, source: str, label: str) -> tuple[Any, str]:
+    def _build(self, source: str, label: str, alone: bool = False) -> tuple[Any, str]:
         key = _key(source)
-        if key not in self._programs:
+        if alone or key not in self._programs:
             self._dump_source(label, key, source)
             try:
                 self._programs[key] = self._compile(source), ""
@@ -375,10 +378,11 @@ class Runtime:
                 ) from error
         return self._programs[key]
 
-    def _compile(self, source: str) -> Any:
+    def _compile(self, source: str, quiet: bool = False) -> Any:
+        options = BUILD_OPTIONS + " -w" * quiet
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", self._cl.CompilerWarning)
-            return self._cl.Program(self.context, source).build(BUILD_OPTIONS, cache_dir=str(cache_dir()))
+            return self._cl.Program(self.context, source).build(options, cache_dir=str(cache_dir()))
 
     def _dump_source(self, label: str, key: str, source: str) -> None:
         if self.dump is None:

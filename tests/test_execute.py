@@ -172,6 +172,15 @@ def test_steps_are_enqueued_without_waiting_and_inputs_may_change(runtime: Runti
     np.testing.assert_allclose(run.read("w"), known["w"], rtol=1e-4, atol=1e-5)
 
 
+def test_all_kernels_are_built_as_one_program(device_index: int) -> None:
+    runtime = Runtime(devices()[device_index])
+    run = executor(runtime, naive_plan(regression(), runtime.limits, r_tile, relayouts_share=1.0))
+    built = list(runtime._programs.values())
+    assert len({suffix for _, suffix in built}) == len(built) > 5
+    assert len({id(program) for program, _ in built}) == 1
+    assert run.launches >= len(built)
+
+
 def test_forward_updates_nothing(runtime: Runtime) -> None:
     plan = naive_plan(regression(), runtime.limits, mixed(5))
     run = executor(runtime, plan)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
+from kernels import merge
 from kernels.merge import mergeable, merged
 
 HELPER = """
@@ -34,6 +36,21 @@ def test_functions_are_renamed_and_macros_forgotten() -> None:
     assert text.count(HELPER) == 2
 
 
+def test_functions_that_a_macro_defines_are_renamed() -> None:
+    source = """
+#define MAKE(T, S) \\
+    static T twice##S(T x) \\
+    { return AS##S(x + x); }
+#define AS_f(x) (x)
+MAKE(float, _f)
+__kernel void run(__global float *x) { x[0] = twice_f(x[0]); }
+"""
+    assert mergeable(source)
+    text = merged([source])
+    assert "#define twice_f twice_f__0" in text
+    assert text.index("#define twice_f ") < text.index("MAKE(float, _f)") < text.index("#undef twice_f")
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -51,3 +68,10 @@ def test_sources_that_stay_alone(source: str) -> None:
 def test_ordinary_sources_can_be_sections() -> None:
     assert mergeable(HELPER)
     assert mergeable("__kernel void f(__global float *x, const int n) { for (int i = 0; i < n; ++i) { x[i] = i; } }")
+
+
+def test_every_kernel_body_can_be_a_section() -> None:
+    """A body that cannot would quietly make every start slower."""
+    for body in sorted((Path(merge.__file__).parent / "cl").glob("*.cl")):
+        text = body.read_text()
+        assert mergeable(text) or "__kernel" not in text, body.name

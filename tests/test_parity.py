@@ -25,6 +25,7 @@ from costmodel.device import load as load_model
 from costmodel.model import CostModel
 from kernels.execute import Executor
 from kernels.runtime import Runtime, devices
+from kernels.spec import DeviceLimits
 from layoutopt import planner
 from layoutopt.capture import capture
 from layoutopt.graph import TrainingGraph
@@ -121,14 +122,19 @@ def case(name: str) -> Case:
     return Case(graph, [{k: v.numpy() for k, v in b.items()} for b in batches], start, losses, gradients, end)
 
 
-def plans(runtime: Runtime, graph: TrainingGraph, which: str) -> Plan:
+@lru_cache(maxsize=4)
+def solved(model: str, limits: DeviceLimits) -> Plan:
+    """The exact solver's plan by a cost model that was not measured."""
+    plan = planner.plan(case(model).graph, CostModel(replace(load_model("generic-cpu"), limits=limits)))
+    assert plan.solver.status == "OPTIMAL"
+    return plan
+
+
+def plans(model: str, limits: DeviceLimits, which: str) -> Plan:
     """One of the plans to test; gradients and everything else share memory where lives do not meet."""
-    limits = runtime.limits
+    graph = case(model).graph
     if which == "solver":
-        costs = CostModel(replace(load_model("generic-cpu"), limits=limits))
-        solved = planner.plan(graph, costs)
-        assert solved.solver.status == "OPTIMAL"
-        return solved
+        return solved(model, limits)
     if which == "row-major":
         return naive_plan(graph, limits, row_major, reuse=True)
     if which == "r-tile":
@@ -158,7 +164,7 @@ def test_training_agrees_with_torch(model: str, which: str, device_index: int) -
     graph, runtime = expected.graph, shared_runtime(device_index)
     of = {t.of: t.name for t in graph.by_role("gradient", "output") if t.of in expected.gradients}
     assert set(of) == set(expected.gradients), "every parameter's gradient is among the graph's outputs"
-    run = Executor(runtime, graph, plans(runtime, graph, which), expected.start, poison=True)
+    run = Executor(runtime, graph, plans(model, runtime.limits, which), expected.start, poison=True)
 
     run.step(expected.batches[0] | hyper_values(OPTIMIZER, 1))
     assert run.loss() == pytest.approx(expected.losses[0], rel=TOLERANCE)

@@ -61,7 +61,7 @@ def test_build_run_and_read_back(rt: Runtime) -> None:
 def counted_compilations(rt: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     compiled: list[str] = []
     compile_ = rt._compile
-    monkeypatch.setattr(rt, "_compile", lambda source: compiled.append(source) or compile_(source))
+    monkeypatch.setattr(rt, "_compile", lambda source, **how: compiled.append(source) or compile_(source, **how))
     return compiled
 
 
@@ -103,6 +103,16 @@ def test_build_failure_names_variant_and_keeps_log(rt: Runtime) -> None:
 def test_missing_entry_is_an_error(rt: Runtime) -> None:
     with pytest.raises(DeviceError, match="no entry 'thrice'"):
         rt.kernel(DOUBLE, "thrice", "test.twice()")
+
+
+def test_entry_that_merging_cannot_see_is_built_alone(rt: Runtime) -> None:
+    hidden = "#define KERNEL(NAME) __kernel void NAME(__global float *x)\nKERNEL(hidden) { x[0] = 3; }"
+    rt.prepare([(hidden, "test.hidden()"), (DOUBLE, "test.twice()")])
+    buffer = rt.allocate(4)
+    kernel = rt.kernel(hidden, "hidden", "test.hidden()")
+    kernel.set_args(buffer)
+    rt.enqueue([(kernel, (1,), (1,))])
+    assert rt.download(buffer, np.zeros(1, np.float32)) == [3]
 
 
 def test_dump_writes_every_source(rt: Runtime, tmp_path: Path) -> None:
