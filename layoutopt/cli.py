@@ -41,28 +41,20 @@ TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    import click
-
     try:
         from layoutopt.clash import check
 
         check()
-        result = app(args=list(argv) if argv is not None else None, standalone_mode=False)
-        return int(result or 0)
+        app(args=list(argv) if argv is not None else None)
     except LayoutOptError as error:
         say(f"layoutopt: error: {error}")
         return 2
-    except click.ClickException as error:
-        error.show()
-        return 2
-    except (click.exceptions.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         say("layoutopt: interrupted")
         return 130
-    except click.exceptions.Exit as stop:
-        return int(stop.exit_code)
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
+    except SystemExit as stop:  # how typer ends, usage errors with code 2 among them
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
 
 
 def run() -> None:
@@ -179,7 +171,7 @@ def calibrate(
     graphs = tuple(find_graph(g) for g in graph or ())
     with Progress("calibrating", quiet=json) as bar:
         model = calibrate_for(runtime, graphs, budget_s=budget, progress=bar.fraction)
-    path = output or calibrated_path(runtime.device)
+    path = output or calibrated_path(runtime.info)
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True)
     device_models.save(model, path)
@@ -242,6 +234,7 @@ def simulate(
 ) -> None:
     """Run a plan's addresses through the device model's caches: hits, misses and bytes per op, tensor and phase."""
     from layoutopt import plan as plans
+    from layoutopt import planner
     from layoutopt.models import graph_of_plan
     from simulator.report import as_json, print_report
     from simulator.simulate import simulate as run_simulation
@@ -249,7 +242,7 @@ def simulate(
     loaded_plan = plans.load(plan_file)
     loaded = graph_of_plan(loaded_plan, plan_file, graph)
     model = _model(device_model, device, loaded, json)
-    plans.validate(loaded_plan, loaded, None, model.limits)
+    planner.validate(loaded_plan, loaded, None, model.limits)
     with Progress("simulating", quiet=json) as bar:
         report = run_simulation(loaded, loaded_plan, model, max_accesses=max_accesses, progress=bar.count)
     if json:

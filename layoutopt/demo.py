@@ -68,7 +68,7 @@ def run_demo(
     data = digits.load()
     graph = shipped(GRAPH)
     training, held_out = data.split(HELD_OUT, seed)
-    say(f"device: {runtime.device.label}")
+    say(f"device: {runtime.info.label}")
     say(f"graph: {graph.name}, {len(graph.ops)} ops; captured by: {graph.meta.get('command', 'unknown')}")
 
     say(f"1/4 calibrating for up to {calibration_s:.0f} s")
@@ -118,7 +118,7 @@ def run_demo(
         "steps": steps,
         "first_loss": history.losses[0],
         "last_loss": history.losses[-1],
-        "device": runtime.device.label,
+        "device": runtime.info.label,
         "strategies": {
             row.strategy: {
                 "status": row.status,

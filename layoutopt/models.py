@@ -95,13 +95,13 @@ def device_model(
         return devices.load(given)
     if runtime is None:
         raise DeviceError("no device model: give --device-model FILE, or a name that `layoutopt devices` lists")
-    path = calibrated_path(runtime.device)
+    path = calibrated_path(runtime.info)
     if path.is_file():
         announce(f"device model {path}")
         return devices.load(str(path))
     from layoutopt.tuning import calibrate_for
 
-    announce(f"{runtime.device.name} has no calibration here: calibrating for up to {budget_s:.0f} s")
+    announce(f"{runtime.info.name} has no calibration here: calibrating for up to {budget_s:.0f} s")
     model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     devices.save(model, path)

@@ -6,13 +6,14 @@ stretch is counted for all the rest. The report says what share of the accesses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from costmodel.device import DeviceModel
 from kernels.bind import BoundStep, bind
+from kernels.nest import Data
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
@@ -135,7 +136,6 @@ def simulate(
     wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
     address = {slot.name: _PAGE + slot.offset_bytes for slot in plan.arena}
     width = 3 + 2 * len(hierarchy.levels) + 2
-    ids = _made_up_ids(graph, steps, seed)
     per_step: dict[str, np.ndarray] = {}
     per_tensor: dict[str, np.ndarray] = {}
     per_phase: dict[str, np.ndarray] = {}
@@ -143,8 +143,8 @@ def simulate(
     for number, step in enumerate(steps):
         counts = np.zeros((len(step.slots), width))
         addresses = np.array([address[slot] for slot in step.slots], dtype=np.int64)
+        steer = _made_up_ids(graph, step, seed)
         for launch in step.kernel.launches:
-            steer = {i: ids[s] for i, s in enumerate(step.storages) if s in ids}
             compiled = compile_launch(step.kernel, launch, steer)
             got, share = _sampled(compiled, state, addresses, counts.shape, hierarchy.cores, wave, max_accesses)
             counts += got
@@ -194,18 +194,22 @@ def _sampled(
     return head + tail * ((launch.groups - half) / half), 2 * half / launch.groups
 
 
-def _made_up_ids(graph: TrainingGraph, steps: Iterable[BoundStep], seed: int) -> dict[str, np.ndarray]:
-    """Values of the integer storages that steer gathers and scatters: uniform over the table's rows."""
-    out: dict[str, np.ndarray] = {}
-    for step in steps:
-        if step.op is None or step.op.kind not in ("gather", "scatter_add"):
-            continue
-        table = step.kernel.layouts[0 if step.op.kind == "gather" else 2]
-        storage = step.storages[1]
-        ids = graph.constants.get(storage)
-        n = step.kernel.spec.shapes[1][0]
-        rng = np.random.default_rng((seed, n))
-        out[storage] = np.asarray(ids).reshape(-1) if ids is not None else rng.integers(0, table.shape[0], n)
+def _made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
+    """Values of a step's integer operands that steer accesses, by position: constants as they are, else uniform."""
+    limits: dict[int, int] = {}
+    accesses = (a for launch in step.kernel.launches for phase in launch.nest.phases for a in phase.accesses)
+    for access in accesses:
+        shape = step.kernel.operand_layout(access.operand).shape
+        for axis, coordinate in enumerate(access.index):
+            if isinstance(coordinate, Data):
+                limits[coordinate.operand] = min(limits.get(coordinate.operand, shape[axis]), shape[axis])
+    out = {}
+    for position, limit in limits.items():
+        known = graph.constants.get(step.storages[position])
+        shape = step.kernel.operand_layout(position).shape
+        # The same storage must steer forward and backward alike, whatever the step.
+        rng = np.random.default_rng([seed, *step.storages[position].encode()])
+        out[position] = rng.integers(0, limit, shape) if known is None else np.broadcast_to(np.asarray(known), shape)
     return out
 
 

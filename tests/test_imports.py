@@ -30,13 +30,16 @@ FACE = {
         "compare",
         "demo",
         "digits",
+        "example",
         "facade",
         "finetune",
         "models",
         "planner",
         "pricing",
-        "pricing",
+        "textclass",
+        "textdata",
         "train",
+        "tuning",
     )
 }
 TORCH = {"layoutopt.capture", "layoutopt.zoo"}
