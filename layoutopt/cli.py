@@ -267,11 +267,13 @@ def compare(
     """Every strategy side by side: predicted, simulated, measured."""
     from layoutopt.compare import compare as run_compare
     from layoutopt.facade import solve_all
-    from layoutopt.models import find_graph
+    from layoutopt.models import check_device, find_graph
 
     loaded = find_graph(graph)
     runtime = _runtime(device) if measure else None
     model = _model(device_model, device, loaded, json, runtime)
+    if runtime is not None:
+        check_device(model.name, f"device model {device_model}", runtime)
     names = [s.strip() for s in strategies.split(",") if s.strip()]
     with Progress("planning", quiet=json) as bar:
         plans = solve_all(loaded, model, names, memory=memory, time_limit_s=time_limit, progress=bar.fraction)
@@ -330,6 +332,7 @@ def train(
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="Stop early; the state is saved.")] = None,
     device: Device = None,
     device_model: Model = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="Run this plan instead of making one.")] = None,
     strategy: Strategy = "ilp",
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
@@ -341,7 +344,7 @@ def train(
 
     settings = Settings(
         model, data, out_dir, resume, checkpoint, epochs, batch, seq, lr, held_out, seed, max_steps, strategy, memory,
-        time_limit, calibration, device_model,
+        time_limit, calibration, device_model, plan_file,
     )
     runtime = _runtime(device)
     with Progress("training", quiet=json) as bar:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layoutopt import textclass, textdata
+from layoutopt import plan as plans
+from layoutopt import planner, textclass, textdata
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import capture_model, solve_plan
 from layoutopt.graph import TrainingGraph
-from layoutopt.models import device_model, find_graph, shipped_names
+from layoutopt.models import check_device, device_model, find_graph, shipped_names
 from layoutopt.show import Progress
 from layoutopt.textclass import RunState
 from layoutopt.train import Dataset, History, Schedule, evaluate, fit
@@ -47,6 +48,7 @@ class Settings:
     time_limit_s: float = 60.0
     calibration_s: float = 60.0
     device_model: str | None = None
+    plan: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -110,22 +112,28 @@ def _executor(
     from kernels.execute import Executor
     from layoutopt.compare import predicted_s
 
-    model = device_model(
-        settings.device_model,
-        runtime,
-        [graph],
-        budget_s=settings.calibration_s,
-        announce=announce,
-        progress=progress.fraction,
-    )
-    plan = solve_plan(
-        graph,
-        model,
-        strategy=settings.strategy,
-        memory=settings.memory,
-        time_limit_s=settings.time_limit_s,
-        progress=progress.fraction,
-    )
+    if settings.plan is not None:
+        plan = plans.load(settings.plan)
+        planner.validate(plan, graph, None, runtime.limits if plan.device_name == runtime.info.name else None)
+        check_device(plan.device_name, f"plan {settings.plan}", runtime)
+    else:
+        model = device_model(
+            settings.device_model,
+            runtime,
+            [graph],
+            budget_s=settings.calibration_s,
+            announce=announce,
+            progress=progress.fraction,
+        )
+        check_device(model.name, f"device model {settings.device_model}", runtime)
+        plan = solve_plan(
+            graph,
+            model,
+            strategy=settings.strategy,
+            memory=settings.memory,
+            time_limit_s=settings.time_limit_s,
+            progress=progress.fraction,
+        )
     announce(
         f"plan: {plan.solver.strategy} {plan.solver.status}, {len(plan.relayouts)} relayouts, "
         f"arena {plan.arena_bytes / 2**20:.1f} MiB, predicted step {predicted_s(plan) * 1e3:.1f} ms"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from costmodel.device import DeviceModel
     from kernels.runtime import DeviceInfo, Runtime
 
-__all__ = ["calibrated_path", "device_model", "find_graph", "graph_of_plan", "shipped", "shipped_names"]
+__all__ = ["calibrated_path", "check_device", "device_model", "find_graph", "graph_of_plan", "shipped", "shipped_names"]
 
 
 def shipped_names() -> list[str]:
@@ -65,6 +65,18 @@ def calibrated_path(info: DeviceInfo) -> Path:
     words = f"{info.platform_version} {info.name} {info.driver}".lower()
     slug = re.sub(r"[^a-z0-9.]+", "-", words).strip("-")[:120]
     return user_data_path("layoutopt") / "devices" / f"{slug}.toml"
+
+
+def check_device(name: str, what: str, runtime: Runtime) -> None:
+    """Refuse what was made for another device than the one that is to run it.
+
+    Raises:
+        DeviceError: ``name`` is not the runtime's device.
+    """
+    if name != runtime.info.name:
+        raise DeviceError(
+            f"{what} is for {name!r}, but the device here is {runtime.info.name!r}: calibrate and plan for this one"
+        )
 
 
 def device_model(
