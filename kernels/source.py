@@ -5,9 +5,10 @@ For every operand that a launch names, the header defines (here for operand A of
 - ``A_ARG``: the parameter declaration, to be used in the kernel's signature;
 - ``A_IDX(i,j)``: the element offset, from ``Layout.c_expr``;
 - ``A_AT(i,j)``: the element as an lvalue;
-- ``A_LOADw(i,j)`` / ``A_STOREw(v,i,j)`` for each vector width w > 1 that the nest declares: one aligned vector access where
-  the layout is contiguous along the access' axis, a splat where that axis is broadcast, else w scalar accesses. The
-  coordinate along the vector's axis is a multiple of w and the whole vector lies inside the shape: the body sees to both;
+- ``A_LOADw(i,j)`` / ``A_STOREw(v,i,j)`` for each vector width w > 1 that the nest declares: one vector access where the
+  layout is contiguous along the access' axis, a few shorter ones where its tiles are shorter, a splat where that axis
+  is broadcast, else w scalar accesses. The coordinate along the vector's axis is a multiple of w and the whole vector
+  lies inside the shape: the body sees to both;
 - ``A_N0``, ``A_N1``: the logical extents.
 
 Bodies are OpenCL C 1.2, written once.
@@ -15,9 +16,11 @@ Bodies are OpenCL C 1.2, written once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from kernels.nest import Access
 from kernels.spec import CTYPES, Kernel, Launch
 from layoutopt.layout import Layout
 
@@ -25,12 +28,14 @@ __all__ = ["COORDS", "program_source"]
 
 COORDS = ("i0", "i1", "i2", "i3", "i4", "i5")
 _CL = Path(__file__).parent / "cl"
+_PARTS = (8, 4, 2)
+"""Widths that a vector access may be made of where it is not contiguous as a whole, best first."""
 
 
 def program_source(kernel: Kernel, launch: Launch) -> str:
     """The complete OpenCL C source of one launch."""
     parts = [f"// {kernel.variant.label}"]
-    written = {o for o in _written(launch)}
+    written = _written(launch)
     aliased = {p for out, inp in kernel.spec.inplace for p in (inp, kernel.spec.inputs + out)}
     for name, position in launch.operands:
         widths = sorted({(a.width, a.axis, a.write) for a in _accesses(launch, position) if a.width > 1})
@@ -44,7 +49,7 @@ def program_source(kernel: Kernel, launch: Launch) -> str:
     return "\n".join([*parts, launch.preamble, _body(launch.body)])
 
 
-def _accesses(launch: Launch, position: int):  # noqa: ANN202 - generator of Access
+def _accesses(launch: Launch, position: int) -> Iterator[Access]:
     return (a for phase in launch.nest.phases for a in phase.accesses if a.operand == position)
 
 
@@ -70,36 +75,43 @@ def _macros(name: str, dtype: str, layout: Layout, widths: tuple[tuple[int, int,
     out.append(f"#define {name}_AT{call} {name}[{name}_IDX{call}]")
     out += [f"#define {name}_N{axis} {n}" for axis, n in enumerate(layout.shape)]
     for width, axis, write in widths:
-        lanes = [
-            f"{name}_AT({','.join(f'({c})+{lane}' if a == axis else c for a, c in enumerate(coords))})"
-            for lane in range(width)
-        ]
-        vector = f"{dtype}{width}"
         stride_zero = all(m.stride == 0 for m in layout.axis_modes(axis))
-        contiguous = layout.vectorizes(axis, width)
-        aligned = contiguous and layout.alignment(axis) % width == 0
-        pointer = f"{name}+{name}_IDX{call}"
-        if not write:
-            if stride_zero and not contiguous:
-                load = f"(({vector})({name}_AT{call}))"
-            elif aligned:
-                load = f"(*(__global const {vector}*)({pointer}))"
-            elif contiguous:
-                load = f"vload{width}(0,{pointer})"
-            else:
-                load = f"(({vector})({','.join(lanes)}))"
-            out.append(f"#define {name}_LOAD{width}{call} {load}")
+        part = next((w for w in (width, *_PARTS) if w <= width and layout.vectorizes(axis, w)), 1)
+        aligned = layout.alignment(axis) % part == 0
+        at = [
+            ",".join(f"({c})+{lane}" if a == axis and lane else c for a, c in enumerate(coords))
+            for lane in range(0, width, part)
+        ]
+        if write:
+            out.append(f"#define {name}_STORE{width}(v,{args}) {_store(name, dtype, width, part, aligned, at)}")
+        elif stride_zero and part == 1:
+            out.append(f"#define {name}_LOAD{width}{call} (({dtype}{width})({name}_AT{call}))")
         else:
-            store_args = f"(v,{args})"
-            if aligned:
-                store = f"(*(__global {vector}*)({pointer})=(v))"
-            elif contiguous:
-                store = f"vstore{width}((v),0,{pointer})"
-            else:
-                assigns = "".join(f"{lane_at}=v_.s{lane:x};" for lane, lane_at in enumerate(lanes))
-                store = f"do{{{vector} v_=(v);{assigns}}}while(0)"
-            out.append(f"#define {name}_STORE{width}{store_args} {store}")
+            loads = [_load(name, dtype, part, aligned, place) for place in at]
+            whole = loads[0] if part == width else f"(({dtype}{width})({','.join(loads)}))"
+            out.append(f"#define {name}_LOAD{width}{call} {whole}")
     return out
+
+
+def _load(name: str, dtype: str, width: int, aligned: bool, at: str) -> str:
+    if width == 1:
+        return f"{name}_AT({at})"
+    pointer = f"{name}+{name}_IDX({at})"
+    return f"(*(__global const {dtype}{width}*)({pointer}))" if aligned else f"vload{width}(0,{pointer})"
+
+
+def _store(name: str, dtype: str, width: int, part: int, aligned: bool, at: list[str]) -> str:
+    def one(value: str, place: str) -> str:
+        if part == 1:
+            return f"{name}_AT({place})={value}"
+        pointer = f"{name}+{name}_IDX({place})"
+        return f"(*(__global {dtype}{part}*)({pointer})={value})" if aligned else f"vstore{part}({value},0,{pointer})"
+
+    if part == width:
+        return one("(v)", at[0])
+    pieces = ["v_.s" + "".join(f"{k:x}" for k in range(first, first + part)) for first in range(0, width, part)]
+    assigns = "".join(one(piece, place) + ";" for piece, place in zip(pieces, at, strict=True))
+    return f"do{{{dtype}{width} v_=(v);{assigns}}}while(0)"
 
 
 @lru_cache(maxsize=64)

@@ -57,12 +57,14 @@ def laid_out(spec: OpSpec, *names: str) -> list[Layout]:
         ((13, 64), ("r-tile 4x4", "column panels")),
         ((20, 5), ("transposed", "head")),
         ((3, 1), ("pitch",)),
+        ((3, 16500), ("row-major",)),  # too long to keep
     ],
     ids=lambda x: "x".join(map(str, x)),
 )
 def test_rows(device_index: int, kind: str, shape: tuple[int, int], names: tuple[str, ...]) -> None:
     spec, inputs = case(kind, *shape)
-    ran = check_all(device_index, spec, laid_out(spec, *names), inputs)
+    # The scalar fallback adds up a row one by one: its rounding grows with the row.
+    ran = check_all(device_index, spec, laid_out(spec, *names), inputs, rtol=1e-5 if shape[1] < 1000 else 1e-4)
     assert {"item", "group"} <= ran
     assert ("cols" in ran) == (names[0] in ("row panels", "transposed"))
 
@@ -146,7 +148,8 @@ def test_mean_over_many_rows_keeps_its_precision(device_index: int) -> None:
 @pytest.mark.parametrize("names", [("row-major",), ("row panels",), ("transposed",)], ids=lambda x: x[0])
 @pytest.mark.parametrize("kind", OPS)
 def test_nests_write_every_element(kind: str, names: tuple[str, ...], limits: DeviceLimits) -> None:
-    """Outputs once, except for softmax, which also writes its exponentials; inputs once a pass that reads them."""
+    """CPU kernels keep short rows: everything once. Others read an input once a pass that needs it, and softmax writes
+    its exponentials as well as its output."""
     spec, _ = case(kind, 19, 37)
     layouts = laid_out(spec, *names)
     reads = {"softmax": [2], "softmax_grad": [2, 2], "log_softmax": [3], "log_softmax_grad": [2, 1]}

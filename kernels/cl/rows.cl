@@ -4,6 +4,10 @@
 //   ITEM   one work item a row (ROWS rows one after the other), W neighbours along K, remainder by scalars;
 //   COLS   one work item for W neighbouring rows, one K at a time: nothing to reduce across lanes;
 //   GROUP  L work items a row, each a vector of W along K, reduced through local memory.
+// With KEEP a work item keeps its rows in private memory between passes, so that each element is read and written once
+// whatever the layout: KEPT(x) declares the store, A(put)(x, v) fills it, and A(get)(x, from memory) reads it back, or
+// evaluates its second argument where nothing is kept.
+//
 // A step is a macro STEP(T, LD, LDK, ST, A): T the vector type, LD(X) loads X[i, j], LDK(G) loads G[j], ST(Y, v) stores
 // Y[i, j], A(sum) names this vector's part of accumulator `sum` and A(exp) its function. LDM and STM move values of the
 // row, of type ROW_T.
@@ -47,6 +51,25 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 #define exp_v exp_s
 #endif
 #define V_ACC(a) a##_v
+#if KEEP
+#if ORIENT == COLS
+#define SLOT j
+#define KEPT(x) VEC x##_kept[K];
+#else
+#define SLOT j / W
+#define KEPT(x) VEC x##_kept[(K + W - 1) / W];
+#endif
+#define put_v(x, v) x##_kept[SLOT] = (v);
+#define get_v(x, other) x##_kept[SLOT]
+#define put_s(x, v) ((float *)x##_kept)[j] = (v);
+#define get_s(x, other) ((float *)x##_kept)[j]
+#else
+#define KEPT(x)
+#define put_v(x, v)
+#define get_v(x, other) (other)
+#define put_s(x, v)
+#define get_s(x, other) (other)
+#endif
 #define S_LD(A) A##_AT(i, j)
 #define S_LDK(A) A##_AT(j)
 #define S_ST(A, v) A##_AT(i, j) = (v)
@@ -129,15 +152,21 @@ static float across(__local float *part, int lane, float x, int maximum)
 #define ENTRY __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
 #endif
 
-#define PEAK(T, LD, LDK, ST, A) const T x = LD(X); A(peak) = LARGER(A(peak), x);
-#define EXP_SUM(T, LD, LDK, ST, A) A(sum) += A(exp)(LD(X) - peak);
+#define PEAK(T, LD, LDK, ST, A) const T x = LD(X); A(put)(x, x) A(peak) = LARGER(A(peak), x);
+#define EXP_SUM(T, LD, LDK, ST, A) A(sum) += A(exp)(A(get)(x, LD(X)) - peak);
 
 #ifdef OP_softmax
+#if KEEP
+#define EXP_Y(T, LD, LDK, ST, A) const T e = A(exp)(A(get)(x, 0) - peak); A(sum) += e; A(put)(x, e)
+#define SCALE_Y(T, LD, LDK, ST, A) const T e = A(get)(x, 0) * scale; ST(Y, e);
+#else
 #define EXP_Y(T, LD, LDK, ST, A) const T e = A(exp)(LD(X) - peak); A(sum) += e; ST(Y, e);
 #define SCALE_Y(T, LD, LDK, ST, A) const T e = LD(Y) * scale; ST(Y, e);
+#endif
 ENTRY void softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
+        KEPT(x)
         ACCUMULATOR(peak, -INFINITY)
         OVER_K(PEAK)
         MAX_OF(peak)
@@ -151,11 +180,13 @@ ENTRY void softmax(X_ARG, Y_ARG)
 #endif
 
 #ifdef OP_softmax_grad
-#define DOT(T, LD, LDK, ST, A) A(dot_) += LD(DY) * LD(Y);
-#define DX_(T, LD, LDK, ST, A) const T d = LD(Y) * (LD(DY) - dot_); ST(DX, d);
+#define DOT(T, LD, LDK, ST, A) \
+    const T dy = LD(DY), y = LD(Y); A(put)(dy, dy) A(put)(y, y) A(dot_) += dy * y;
+#define DX_(T, LD, LDK, ST, A) const T d = A(get)(y, LD(Y)) * (A(get)(dy, LD(DY)) - dot_); ST(DX, d);
 ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 {
     ROWS_BEGIN
+        KEPT(dy) KEPT(y)
         ACCUMULATOR(dot_, 0.0f)
         OVER_K(DOT)
         SUM_OF(dot_)
@@ -165,10 +196,11 @@ ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 #endif
 
 #ifdef OP_log_softmax
-#define LOG_Y(T, LD, LDK, ST, A) const T e = LD(X) - lse; ST(Y, e);
+#define LOG_Y(T, LD, LDK, ST, A) const T e = A(get)(x, LD(X)) - lse; ST(Y, e);
 ENTRY void log_softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
+        KEPT(x)
         ACCUMULATOR(peak, -INFINITY)
         OVER_K(PEAK)
         MAX_OF(peak)
@@ -182,11 +214,12 @@ ENTRY void log_softmax(X_ARG, Y_ARG)
 #endif
 
 #ifdef OP_log_softmax_grad
-#define DY_SUM(T, LD, LDK, ST, A) A(sum) += LD(DY);
-#define DX_(T, LD, LDK, ST, A) const T d = LD(DY) - A(exp)(LD(Y)) * sum; ST(DX, d);
+#define DY_SUM(T, LD, LDK, ST, A) const T dy = LD(DY); A(put)(dy, dy) A(sum) += dy;
+#define DX_(T, LD, LDK, ST, A) const T d = A(get)(dy, LD(DY)) - A(exp)(LD(Y)) * sum; ST(DX, d);
 ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 {
     ROWS_BEGIN
+        KEPT(dy)
         ACCUMULATOR(sum, 0.0f)
         OVER_K(DY_SUM)
         SUM_OF(sum)
@@ -196,13 +229,14 @@ ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 #endif
 
 #ifdef OP_layer_norm
-#define X_SUM(T, LD, LDK, ST, A) A(sum) += LD(X);
+#define X_SUM(T, LD, LDK, ST, A) const T x = LD(X); A(put)(x, x) A(sum) += x;
 // Deviations from the mean, in a pass of their own: the difference of two large sums would cancel.
-#define SQUARES(T, LD, LDK, ST, A) const T d = LD(X) - mean; A(square) += d * d;
-#define NORMAL_Y(T, LD, LDK, ST, A) const T y = (LD(X) - mean) * rstd * LDK(G) + LDK(B); ST(Y, y);
+#define SQUARES(T, LD, LDK, ST, A) const T d = A(get)(x, LD(X)) - mean; A(square) += d * d;
+#define NORMAL_Y(T, LD, LDK, ST, A) const T y = (A(get)(x, LD(X)) - mean) * rstd * LDK(G) + LDK(B); ST(Y, y);
 ENTRY void layer_norm(X_ARG, G_ARG, B_ARG, Y_ARG, MEAN_ARG, RSTD_ARG)
 {
     ROWS_BEGIN
+        KEPT(x)
         ACCUMULATOR(sum, 0.0f)
         OVER_K(X_SUM)
         SUM_OF(sum)
@@ -220,13 +254,15 @@ ENTRY void layer_norm(X_ARG, G_ARG, B_ARG, Y_ARG, MEAN_ARG, RSTD_ARG)
 
 #ifdef OP_layer_norm_grad
 #define TWO_SUMS(T, LD, LDK, ST, A) \
-    const T g = LD(DY) * LDK(G); A(sum) += g; A(sum_n) += g * ((LD(X) - mean) * rstd);
+    const T g = LD(DY) * LDK(G), n = (LD(X) - mean) * rstd; \
+    A(put)(g, g) A(put)(n, n) A(sum) += g; A(sum_n) += g * n;
 #define DX_(T, LD, LDK, ST, A) \
-    const T g = LD(DY) * LDK(G); \
-    const T d = rstd * (g - mean_g - (LD(X) - mean) * rstd * mean_gn); ST(DX, d);
+    const T g = A(get)(g, LD(DY) * LDK(G)), n = A(get)(n, (LD(X) - mean) * rstd); \
+    const T d = rstd * (g - mean_g - n * mean_gn); ST(DX, d);
 ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
 {
     ROWS_BEGIN
+        KEPT(g) KEPT(n)
         const ROW_T mean = LDM(MEAN), rstd = LDM(RSTD);
         ACCUMULATOR(sum, 0.0f)
         ACCUMULATOR(sum_n, 0.0f)
@@ -243,6 +279,7 @@ ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
 ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 {
     ROWS_BEGIN
+        KEPT(x)
         ACCUMULATOR(peak, -INFINITY)
         OVER_K(PEAK)
         MAX_OF(peak)

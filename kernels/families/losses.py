@@ -21,6 +21,7 @@ _OPS = {
     "cross_entropy": RowOp(
         ("X", "TARGET", "", "LSE", "", "EACH"),
         (("X",), ("X",)),
+        (("X",), ()),
         (1, 12),
         row_in=("TARGET",),
         row_out=("LSE", "EACH"),
@@ -29,12 +30,14 @@ _OPS = {
     "cross_entropy_grad": RowOp(
         ("DLOSS", "X", "TARGET", "LSE", "WEIGHT", "DX"),
         (("X", "DX="),),
+        (("X", "DX="),),
         (12,),
         row_in=("TARGET", "LSE", "DLOSS", "WEIGHT"),
         at_target=("X", "DX="),
     ),
     "nll_loss_grad": RowOp(
         ("DLOSS", "TARGET", "WEIGHT", "DX"),
+        (("DX=",),),
         (("DX=",),),
         (0,),
         row_in=("TARGET", "DLOSS", "WEIGHT"),

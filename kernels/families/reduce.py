@@ -76,14 +76,14 @@ class Reduce:
         return out
 
     def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
-        """None where no matrix is contiguous along the variant's vector, or the dtype has no kernel."""
+        """None where no matrix has vectors, or at least quarters of 16, along the axis, or the dtype has no kernel."""
         op = _OPS[spec.kind]
         names = dict(zip((*op.inputs, *op.outputs), range(len(layouts)), strict=True))
         kept, red = _extents(op, spec.shapes[0])
         width = variant.param("v")
         axis = op.kept_axis if variant.name == "across" else 1 - op.kept_axis
         room = kept if variant.name == "across" else red
-        contiguous = any(layouts[names[m]].vectorizes(axis, max(width, 2)) for m in op.matrices)
+        contiguous = any(layouts[names[m]].vectorizes(axis, min(max(width, 2), 4)) for m in op.matrices)
         scalar_fallback = width == 1 and variant.name in ("along", "group")
         if any_image(layouts) or spec.dtypes[0] not in _ELEM or room < width or not (contiguous or scalar_fallback):
             return None

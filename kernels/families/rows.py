@@ -18,6 +18,8 @@ from layoutopt.layout import Layout
 __all__ = ["ROWS", "RowOp", "Rows", "row_launches", "row_variants"]
 
 _GROUP_ITEMS = 128
+_KEPT_BYTES = 1 << 17
+"""Private memory that a fat work item may take for its rows."""
 _ITEM, _COLS, _GROUP = 0, 1, 2
 
 
@@ -27,7 +29,8 @@ class RowOp:
 
     Attributes:
         names: C name of each kernel argument, in the op's operand order; "" for an operand that this launch omits.
-        passes: names per pass over the row, a trailing ``=`` for a store; ``flops`` per element beside.
+        passes: names per pass over the row, a trailing ``=`` for a store.
+        kept: the same where the row is kept in private memory: nothing is read twice or written for a later pass.
         flops: arithmetic of one element in each pass.
         row_in: vectors [M] and scalars read once a row, before the passes.
         row_out: vectors [M] written once a row, after them.
@@ -36,6 +39,7 @@ class RowOp:
 
     names: tuple[str, ...]
     passes: tuple[tuple[str, ...], ...]
+    kept: tuple[tuple[str, ...], ...]
     flops: tuple[int, ...]
     row_in: tuple[str, ...] = ()
     row_out: tuple[str, ...] = ()
@@ -43,19 +47,21 @@ class RowOp:
 
 
 OPS = {
-    "softmax": RowOp(("X", "Y"), (("X",), ("X", "Y="), ("Y", "Y=")), (1, 12, 1)),
-    "softmax_grad": RowOp(("DY", "Y", "DX"), (("DY", "Y"), ("Y", "DY", "DX=")), (2, 2)),
-    "log_softmax": RowOp(("X", "Y"), (("X",), ("X",), ("X", "Y=")), (1, 12, 1)),
-    "log_softmax_grad": RowOp(("DY", "Y", "DX"), (("DY",), ("DY", "Y", "DX=")), (1, 12)),
+    "softmax": RowOp(("X", "Y"), (("X",), ("X", "Y="), ("Y", "Y=")), (("X",), (), ("Y=",)), (1, 12, 1)),
+    "softmax_grad": RowOp(("DY", "Y", "DX"), (("DY", "Y"), ("Y", "DY", "DX=")), (("DY", "Y"), ("DX=",)), (2, 2)),
+    "log_softmax": RowOp(("X", "Y"), (("X",), ("X",), ("X", "Y=")), (("X",), (), ("Y=",)), (1, 12, 1)),
+    "log_softmax_grad": RowOp(("DY", "Y", "DX"), (("DY",), ("DY", "Y", "DX=")), (("DY",), ("Y", "DX=")), (1, 12)),
     "layer_norm": RowOp(
         ("X", "G", "B", "Y", "MEAN", "RSTD"),
         (("X",), ("X",), ("X", "G", "B", "Y=")),
+        (("X",), (), ("G", "B", "Y=")),
         (1, 3, 4),
         row_out=("MEAN", "RSTD"),
     ),
     "layer_norm_grad": RowOp(
         ("DY", "X", "MEAN", "RSTD", "G", "DX"),
         (("DY", "G", "X"), ("DY", "G", "X", "DX=")),
+        (("DY", "G", "X"), ("DX=",)),
         (6, 7),
         row_in=("MEAN", "RSTD"),
     ),
@@ -146,8 +152,15 @@ class _Builder:
         self.m, self.k = kernel.operand_layout(self.matrices[0]).shape
 
     def contiguous(self, axis: int, width: int) -> bool:
-        """Whether some matrix has vectors of ``width`` along the axis."""
-        return any(self.kernel.operand_layout(i).vectorizes(axis, width) for i in self.matrices)
+        """Whether some matrix has vectors of ``width``, or of 4 to make them of, along the axis."""
+        return any(self.kernel.operand_layout(i).vectorizes(axis, min(width, 4)) for i in self.matrices)
+
+    def _keeps(self, rows_at_once: int) -> bool:
+        """Whether a fat work item keeps its rows in private memory between passes (two buffers at most)."""
+        return len(self.op.passes) > 1 and 8 * self.k * rows_at_once <= _KEPT_BYTES
+
+    def _passes(self, keeps: bool) -> Iterator[tuple[tuple[str, ...], int]]:
+        return zip(self.op.kept if keeps else self.op.passes, self.op.flops, strict=True)
 
     def _launch(self, grid: list[Loop], phases: list[Phase], local: int, groups: int, **sizes: int) -> Launch:
         operands = tuple(self.position.items())
@@ -186,11 +199,12 @@ class _Builder:
     def item(self, width: int, rows: int) -> Launch:
         """One work item for ``rows`` rows, vectors along k."""
         groups = -(-self.m // rows)
+        keeps = self._keeps(1)
         phases: list[Phase] = []
         vectors, tail = (self.k // width, self.k % width) if width > 1 else (self.k, 0)
 
         def passes(row: Index) -> Iterator[Phase]:
-            for names, flops in zip(self.op.passes, self.op.flops, strict=True):
+            for names, flops in self._passes(keeps):
                 column = Index(0, (Term("j", width),))
                 body = tuple(self._access(n, row, column, width, 1) for n in names)
                 yield Phase((Loop("j", vectors),), body, flops * width)
@@ -202,20 +216,22 @@ class _Builder:
             row = Index(q, (Term("g", rows),))
             phases += self._row(row, 1, passes(row))
         grid = [Loop("g", groups, "group")]
-        return self._launch(grid, phases, 1, groups, ORIENT=_ITEM, W=width, ROWS=rows, ITEMS=1)
+        sizes = {"ORIENT": _ITEM, "W": width, "ROWS": rows, "ITEMS": 1, "KEEP": int(keeps)}
+        return self._launch(grid, phases, 1, groups, **sizes)
 
     def cols(self, width: int, items: int, first: int, last: int) -> Launch:
         """One work item for ``width`` neighbouring rows, from row ``first`` to ``last``."""
         groups = -(-(last - first) // (width * items))
         row = Index(first, (Term("g", width * items), Term("t", width)))
         column = Index(0, (Term("j"),))
+        keeps = items == 1 and self._keeps(width)
         passes = (
             Phase((Loop("j", self.k),), tuple(self._access(n, row, column, width, 0) for n in names), flops * width)
-            for names, flops in zip(self.op.passes, self.op.flops, strict=True)
+            for names, flops in self._passes(keeps)
         )
         grid = [Loop("g", groups, "group"), Loop("t", items, "item")]
         phases = list(self._row(row, width, passes))
-        sizes = {"ORIENT": _COLS, "W": width, "FIRST": first, "LAST": last, "ITEMS": items}
+        sizes = {"ORIENT": _COLS, "W": width, "FIRST": first, "LAST": last, "ITEMS": items, "KEEP": int(keeps)}
         return self._launch(grid, phases, items, groups, **sizes)
 
     def group(self, width: int, lanes: int, rows: int) -> Launch:
@@ -226,11 +242,11 @@ class _Builder:
         steps = -(-self.k // (width * lanes))
         passes = (
             Phase((Loop("j", steps),), tuple(self._access(n, row, column, width, 1) for n in names), flops * width)
-            for names, flops in zip(self.op.passes, self.op.flops, strict=True)
+            for names, flops in self._passes(False)
         )
         grid = [Loop("g", groups, "group"), Loop("r", rows, "item"), Loop("t", lanes, "item")]
         phases = list(self._row(row, 1, passes))
-        sizes = {"ORIENT": _GROUP, "W": width, "ROWS": rows, "L": lanes}
+        sizes = {"ORIENT": _GROUP, "W": width, "ROWS": rows, "L": lanes, "KEEP": 0}
         return self._launch(grid, phases, rows * lanes, groups, **sizes)
 
 
