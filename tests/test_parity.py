@@ -152,6 +152,21 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.linalg.norm(a.astype(np.float64) - b) / max(np.linalg.norm(b), 1e-30))
 
 
+def tiled_share(plan: Plan) -> float:
+    """Which part of the matrices has a primary layout in tiles."""
+    matrices = [docs[0] for docs in plan.layouts.values() if sum(n > 1 for n in docs[0].shape) > 1]
+    return sum(len({mode[0] for mode in doc.modes}) < len(doc.modes) for doc in matrices) / len(matrices)
+
+
+def test_plans_are_what_they_are_called() -> None:
+    for model in MODELS:
+        assert tiled_share(plans(model, DeviceLimits(), "row-major")) == 0
+        assert tiled_share(plans(model, DeviceLimits(), "r-tile")) > 0.8
+        for which in ("mixed 1", "mixed 2"):
+            assert 0.2 < tiled_share(plans(model, DeviceLimits(), which)) < 0.8
+            assert plans(model, DeviceLimits(), which).relayouts
+
+
 @lru_cache(maxsize=4)
 def shared_runtime(device_index: int) -> Runtime:
     return Runtime(devices()[device_index])
