@@ -12,7 +12,6 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from platformdirs import user_cache_path
 
+from kernels.devices import DeviceInfo, choose
 from kernels.merge import mergeable, merged, section_suffix
 from kernels.pocl import name_generic_cpu
 from kernels.spec import DeviceLimits
@@ -35,71 +35,6 @@ _SECTIONS = 64
 
 DEVICE_ENV = "LAYOUTOPT_DEVICE"
 DUMP_ENV = "LAYOUTOPT_DUMP"
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """An OpenCL device as the driver reports it.
-
-    Attributes:
-        index: position in ``devices()``.
-        platform: platform name.
-        platform_version: platform version (for PoCL it names the release and its LLVM).
-        vendor: platform vendor.
-        name: device name.
-        version: device's OpenCL version.
-        driver: driver version.
-        clc_version: version of OpenCL C.
-        limits: what kernels and plans have to fit.
-        denormals: float32 keeps denormals.
-        inf_nan: float32 knows infinities and NaN.
-        fma: fused multiply-add is fast enough that the driver declares it.
-        image_max_array: layers of an image array.
-        image_max_buffer_texels: length of a 1-D image buffer.
-        timer_resolution_ns: of profiling events.
-        note: what was done so that this driver works at all; empty as a rule.
-        handle: the driver's object.
-    """
-
-    index: int
-    platform: str
-    platform_version: str
-    vendor: str
-    name: str
-    version: str
-    driver: str
-    clc_version: str
-    limits: DeviceLimits
-    denormals: bool
-    inf_nan: bool
-    fma: bool
-    image_max_array: int
-    image_max_buffer_texels: int
-    timer_resolution_ns: int
-    note: str = ""
-    handle: Any = field(default=None, compare=False, repr=False)
-
-    @property
-    def label(self) -> str:
-        """What ``pick`` matches a selector against: ``platform version | device name``."""
-        return f"{self.platform} {self.platform_version} | {self.name}"
-
-    @property
-    def short(self) -> str:
-        """Short name for tables and test ids: device name and driver version."""
-        return f"{self.name}/{self.driver}"
-
-    @property
-    def model_hash_fields(self) -> dict[str, str | int]:
-        """What measured times depend on: a device model made under other values does not apply."""
-        return {
-            "platform": self.platform,
-            "platform_version": self.platform_version,
-            "name": self.name,
-            "driver": self.driver,
-            "kind": self.limits.kind,
-            "compute_units": self.limits.compute_units,
-        }
 
 
 # ---- finding devices ------------------------------------------------------------------------------------------------
@@ -157,34 +92,7 @@ def pick(selector: str | None = None) -> DeviceInfo:
     found = devices()
     if not found:
         raise DeviceError(f"no OpenCL device: {no_device_reason()}")
-    wanted = selector if selector is not None else os.environ.get(DEVICE_ENV, "")
-    if not wanted:
-        return _default(found)
-    listed = "; ".join(f"{d.index}: {d.label}" for d in found)
-    if wanted.isdecimal():
-        if int(wanted) >= len(found):
-            raise DeviceError(f"there is no OpenCL device {wanted}; choose one of {listed}")
-        return found[int(wanted)]
-    matches = [d for d in found if wanted.casefold() in d.label.casefold()]
-    exact = [d for d in matches if wanted.casefold() in (d.label.casefold(), d.name.casefold())]
-    matches = exact if len(exact) == 1 else matches
-    if not matches:
-        raise DeviceError(f"no OpenCL device matches {wanted!r}; choose one of {listed}")
-    if len(matches) > 1:
-        several = "; ".join(f"{d.index}: {d.label}" for d in matches)
-        raise DeviceError(f"device {wanted!r} is ambiguous: it matches {several}; give more of the name or the index")
-    return matches[0]
-
-
-def _default(found: list[DeviceInfo]) -> DeviceInfo:
-    gpus = [d for d in found if d.limits.kind == "gpu"]
-    return gpus[0] if gpus else max(found, key=lambda d: (_pocl_release(d.platform_version), -d.index))
-
-
-def _pocl_release(platform_version: str) -> tuple[int, int, int]:
-    """(major, minor, final) of a PoCL, zeros of anything else; a release candidate comes before its release."""
-    match = re.search(r"pocl (\d+)\.(\d+)(-rc|-pre)?", platform_version, re.IGNORECASE)
-    return (int(match[1]), int(match[2]), 0 if match[3] else 1) if match else (0, 0, 0)
+    return choose(found, selector if selector is not None else os.environ.get(DEVICE_ENV, ""))
 
 
 def _describe(cl: Any, platform: Any, device: Any, index: int) -> DeviceInfo:
