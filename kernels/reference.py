@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels import convolve
 from layoutopt.errors import GraphError
 from layoutopt.expr import evaluate_expr
 from layoutopt.graph import KINDS, Op, Tensor, TrainingGraph
@@ -223,6 +224,27 @@ def _reduce(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arr
     if attrs["fn"] not in functions:
         raise GraphError(f"reduce fn {attrs['fn']!r} is not known: expected sum, mean or max")
     return [functions[attrs["fn"]](x[0], axis=1)]
+
+
+# ---- convolution --------------------------------------------------------------------------------------------------
+
+
+@_kind("conv", "x[n,c,h,w], w[o,c/groups,kh,kw] -> y[n,o,oh,ow]", (4, 4))
+def _conv(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """``y[n,o,i,j]``: sum over c, a, b of ``x[n,c,i*sh + a*dh - ph,j*sw + b*dw - pw] * w[o,c,a,b]``, 0 outside x."""
+    return [convolve.conv(x[0], x[1], convolve.Window.of(attrs))]
+
+
+@_kind("conv_grad_input", "dy[n,o,oh,ow], w[o,c/groups,kh,kw] -> dx[n,c,h,w]", (4, 4))
+def _conv_grad_input(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """Each ``dy * w`` added where ``conv`` read; the extents of x are those asked for."""
+    return [convolve.grad_input(x[0], x[1], shapes[0], convolve.Window.of(attrs))]
+
+
+@_kind("conv_grad_weight", "dy[n,o,oh,ow], x[n,c,h,w] -> dw[o,c/groups,kh,kw]", (4, 4))
+def _conv_grad_weight(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """``dy`` against what ``conv`` read, summed over n, oh and ow."""
+    return [convolve.grad_weight(x[0], x[1], shapes[0], convolve.Window.of(attrs))]
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------

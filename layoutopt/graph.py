@@ -29,11 +29,18 @@ cross_entropy_grad    dloss[], logits[n,c], target[n], lse[n], weight[] → dlog
 concat                x_i[o,n_i,i] → y[o,n,i]                                ``starts``: where each part begins on the
                                                                              middle axis; what no part covers is 0
 iota                  → y[n]                                                 ``start``, ``step``
+conv                  x[n,c,h,w], w[o,c/groups,kh,kw] → y[n,o,oh,ow]         ``stride``, ``padding``, ``dilation``
+                                                                             (pairs, h before w), ``groups``
+conv_grad_input       dy[n,o,oh,ow], w[o,c/groups,kh,kw] → dx[n,c,h,w]       as conv
+conv_grad_weight      dy[n,o,oh,ow], x[n,c,h,w] → dw[o,c/groups,kh,kw]       as conv
 ====================  ====================================================  =======================================
 
-``weight`` of the losses is the number of targets that are not ignored (float). An op whose ``inplace`` maps output i to
-input j writes output i into input j's storage: the optimizer's updates are pointwise ops of phase "update" whose outputs
-alias the parameter and its state.
+A convolution is a cross-correlation, as in torch: ``y[n,o,i,j] = Σ x[n,c,i*sh + a*dh - ph,j*sw + b*dw - pw] *
+w[o,c,a,b]``, where what lies outside ``x`` is 0. Its bias is a pointwise addition of its own; one axis only is h = 1.
+
+``weight`` of the losses is the number of targets that are not ignored (float). An op whose ``inplace`` maps output i
+to input j writes output i into input j's storage: the optimizer's updates are pointwise ops of phase "update" whose
+outputs alias the parameter and its state.
 
 An *Expr* is a straight-line program: a tuple of instructions, each ``(op, args…)`` where an argument is a reference
 ``["x", i]`` (input i), ``["t", j]`` (instruction j) or ``["c", value]``; ``results`` lists one reference per output.
@@ -61,8 +68,13 @@ Role = Literal["input", "parameter", "state", "constant", "activation", "gradien
 Phase = Literal["forward", "loss", "backward", "update"]
 DTYPES = {"float32": 4, "int32": 4, "bool": 1}
 KINDS = frozenset(
-    "view contraction pointwise reduce softmax softmax_grad log_softmax log_softmax_grad layer_norm layer_norm_grad "
-    "layer_norm_affine gather scatter_add nll_loss nll_loss_grad cross_entropy cross_entropy_grad concat iota".split()
+    {
+        *("view", "contraction", "pointwise", "reduce", "concat", "iota", "gather", "scatter_add"),
+        *("softmax", "softmax_grad", "log_softmax", "log_softmax_grad"),
+        *("layer_norm", "layer_norm_grad", "layer_norm_affine"),
+        *("nll_loss", "nll_loss_grad", "cross_entropy", "cross_entropy_grad"),
+        *("conv", "conv_grad_input", "conv_grad_weight"),
+    }
 )
 
 
