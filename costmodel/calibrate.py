@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -36,6 +36,8 @@ __all__ = ["BUDGET_S", "calibrate", "describe_held_out"]
 BUDGET_S = 100.0
 HELD_OUT_SHARE = 0.2
 BATCH = 40
+TOGETHER = 10
+"""Kernels compiled as one program: the compiler starts once, and time is looked at in between."""
 BATCH_ROUNDS = 2
 """Rounds over a batch once it is prepared; rounds over all kernels so far follow in between and at the end."""
 MOST_ROUNDS = 15
@@ -61,6 +63,7 @@ def calibrate(
     progress: Progress | None = None,
     seed: int = 0,
     chooser: Chooser | None = None,
+    base: DeviceModel | None = None,
 ) -> DeviceModel:
     """Measure the device.
 
@@ -73,6 +76,7 @@ def calibrate(
         chooser: names the kernels that plans under a model would run. What of them is not measured yet is measured, the
             model fitted anew and the chooser asked again, until it names nothing new or the time is used: a kernel is
             then chosen for what it takes, not for what was hoped of it.
+        base: an earlier model of the same device whose microbenchmarks and measurements are kept and added to.
 
     Returns:
         A model with raw repetitions, fitted constants and the held-out error. Nothing is written.
@@ -89,14 +93,27 @@ def calibrate(
         if progress is not None:
             progress(what, min(spent(), 1.0))
 
+    if base is not None and (base.name, base.driver) != (runtime.info.name, runtime.info.driver):
+        raise DeviceError(
+            f"the model to add to is of {base.name!r} (driver {base.driver}), the device is {runtime.info.name!r} "
+            f"(driver {runtime.info.driver}): calibrate without it"
+        )
     tell("microbenchmarks")
-    model = _facts(runtime, probes(runtime))
+    # Features of another version mean other things: its kernels are measured anew.
+    known = dict(base.measurements) if base is not None and base.features == FEATURES else {}
+    model = base if base is not None else _facts(runtime, probes(runtime))
+    model = replace(
+        model,
+        features=FEATURES,
+        measurements={},
+        graphs=tuple(dict.fromkeys([*model.graphs, *(g.hash for g in graphs)])),
+    )
     tell("listing kernels")
     bench = Bench(runtime, seed=seed)
     costs = CostModel(model)
     pool = pool_of(graphs, runtime.limits, costs.machine, seed, lambda: spent() > SHARE_POOL, bench.fits)
-    session = _Session(bench, seed)
-    constants: dict[str, FamilyFit] = {}
+    session = _Session(bench, seed, known)
+    constants: dict[str, FamilyFit] = fit(samples_of(known.values(), held_out=False), FEATURES) if known else {}
     again_s = 0.0
     end = 1 - SHARE_LAST - (SHARE_REFINE if chooser else 0.0)
     while spent() < end:
@@ -104,13 +121,13 @@ def calibrate(
         if not batch:
             break
         tell(f"{len(session.candidates)} of {len(pool)} kernels measured")
-        session.measure(batch, lambda: spent() >= end)
+        session.measure([c for c in batch if not session.knows(c.kernel.key)], lambda: spent() >= end)
         if again_s < SHARE_AGAIN * (time.monotonic() - begin):
             started = time.monotonic()
             session.round()
             again_s += time.monotonic() - started
         constants = fit(samples_of(session.records().values(), held_out=False), FEATURES, finest="name")
-    if not session.candidates:
+    if not session.candidates and not known:
         refused = f" ({len(session.refused)} refused, the first: {session.refused[0]})" if session.refused else ""
         raise DeviceError(
             f"no kernel could be measured on {runtime.info.label} in {budget_s:g} s{refused}: allow more time"
@@ -118,7 +135,7 @@ def calibrate(
     while chooser and spent() < 1 - SHARE_LAST:
         tell(f"{len(session.candidates)} kernels measured, planning with them")
         wanted = chooser(_finish(model, session.records(), session.refused, time.monotonic() - begin))
-        fresh = {k.key: k for k in wanted if k.key not in session.candidates and bench.fits(k)}
+        fresh = {k.key: k for k in wanted if not session.knows(k.key) and bench.fits(k)}
         if not fresh:
             break
         tell(f"measuring {len(fresh)} kernels that plans would run")
@@ -138,9 +155,11 @@ class _Session:
     Args:
         bench: times kernels.
         seed: decides what is held out.
+        known: measurements of an earlier session, kept unless measured again.
     """
 
-    def __init__(self, bench: Bench, seed: int) -> None:
+    def __init__(self, bench: Bench, seed: int, known: Mapping[str, Measurement] | None = None) -> None:
+        self._known = dict(known or {})
         self.candidates: dict[str, Candidate] = {}
         self.refused: list[str] = []
         self._bench, self._seed = bench, seed
@@ -150,26 +169,35 @@ class _Session:
     def measure(self, batch: Sequence[Candidate], stop: Callable[[], bool]) -> None:
         """Prepare a batch, as much of it as there is time for, and time it."""
         ready: dict[str, Prepared] = {}
-        for candidate in batch:
-            key = candidate.kernel.key
-            try:
-                ready[key] = self._bench.prepare(candidate.kernel)
-                self.candidates[key] = candidate
-            except DeviceError as error:
-                self.refused.append(str(error))
+        for begin in range(0, len(batch), TOGETHER):
+            chunk = batch[begin : begin + TOGETHER]
+            self._bench.build([candidate.kernel for candidate in chunk])
+            for candidate in chunk:
+                key = candidate.kernel.key
+                try:
+                    ready[key] = self._bench.prepare(candidate.kernel)
+                    self.candidates[key] = candidate
+                except DeviceError as error:
+                    self.refused.append(str(error))
             if stop():
                 break
         self._prepared |= ready
         self._rounds += [self._bench.round(ready, backwards=n % 2 == 1) for n in range(BATCH_ROUNDS) if ready]
 
+    def knows(self, key: str) -> bool:
+        """Whether a kernel was measured, now or in the earlier session."""
+        return key in self.candidates or key in self._known
+
     def round(self) -> None:
-        """Time every kernel so far once more."""
+        """Time every kernel of this session once more."""
+        if not self._prepared:
+            return
         self._rounds.append(self._bench.round(self._prepared, backwards=len(self._rounds) % 2 == 1))
 
     def records(self) -> dict[str, Measurement]:
         """All measurements, by key."""
         settled = settled_ns(self._rounds)
-        return {
+        return self._known | {
             key: Measurement(
                 variant=candidate.kernel.variant.label,
                 spec=spec_text(candidate.kernel.spec),

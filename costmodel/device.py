@@ -184,6 +184,7 @@ class DeviceModel:
         constants: fits by variant name ("contraction.outer"), family ("contraction") and "all".
         held_out: the error report of the fit, if there is a fit.
         budget_s: time that the calibration took.
+        graphs: hashes of the graphs whose plans' kernels were measured.
     """
 
     name: str
@@ -201,6 +202,7 @@ class DeviceModel:
     constants: Mapping[str, FamilyFit] = field(default_factory=dict)
     held_out: HeldOut | None = None
     budget_s: float = 0.0
+    graphs: tuple[str, ...] = ()
 
     def number(self, key: str) -> float:
         """A numeric fact.

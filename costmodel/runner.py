@@ -7,7 +7,7 @@ enough to be denormal. What is written is filled with such numbers again before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Bench", "Prepared", "id_limit"]
 
-ARENA_BYTES = 96 << 20
+ARENA_BYTES = 256 << 20
 _IDS = {"gather": (0, 0), "nll_loss": (0, 1), "cross_entropy": (0, 1), "cross_entropy_grad": (1, 1)}
 """(operand, axis) whose extent bounds the ids of these kinds."""
 
@@ -97,6 +97,14 @@ class Bench:
         """Whether the kernel's operands fit the arenas side by side."""
         n = len(kernel.spec.shapes) + len(kernel.scratch)
         return sum(self._bytes(kernel, p) + self._read.align_bytes for p in range(n)) <= self._read.size_bytes
+
+    def build(self, kernels: Sequence[Kernel]) -> None:
+        """Compile kernels together; one that does not build says so when it is prepared."""
+        sources = [(program_source(k, launch), k.variant.label) for k in kernels for launch in k.launches]
+        try:
+            self.runtime.prepare(sources)
+        except DeviceError:
+            return
 
     def prepare(self, kernel: Kernel) -> Prepared:
         """Build, bind and run once (a driver may compile at the first launch).

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layoutopt.errors import DeviceError, GraphError
+from layoutopt.errors import DeviceError, GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.graphfile import decode, load
 from layoutopt.plan import Plan
+from layoutopt.plancheck import check_graph
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
     from kernels.runtime import DeviceInfo, Runtime
 
-__all__ = ["calibrated_path", "check_device", "device_model", "find_graph", "graph_of_plan", "shipped", "shipped_names"]
+__all__ = [
+    "calibrated_path",
+    "check_device",
+    "check_serves",
+    "device_model",
+    "find_graph",
+    "graph_of_plan",
+    "shipped",
+    "shipped_names",
+]
 
 
 def shipped_names() -> list[str]:
@@ -49,13 +59,22 @@ def graph_of_plan(plan: Plan, plan_file: Path, given: str | None) -> TrainingGra
     """
     if given is not None:
         return find_graph(given)
-    beside = [load(f) for f in sorted(plan_file.resolve().parent.glob("*.graph"))]
-    for graph in beside + [shipped(n) for n in shipped_names()]:
+    for graph in _graphs_near(plan_file):
         if graph.hash == plan.graph_hash:
             return graph
     raise GraphError(
         f"the graph of {plan_file} ({plan.graph_name}, {plan.graph_hash[:12]}) is not beside it: give it with --graph"
     )
+
+
+def _graphs_near(plan_file: Path) -> Iterator[TrainingGraph]:
+    """Graphs beside a plan that can be read, then those that ship."""
+    for file in sorted(plan_file.resolve().parent.glob("*.graph")):
+        try:
+            yield load(file)
+        except GraphError:  # a neighbour that is damaged or of another version is not the one that is looked for
+            continue
+    yield from map(shipped, shipped_names())
 
 
 def calibrated_path(info: DeviceInfo) -> Path:
@@ -79,6 +98,24 @@ def check_device(name: str, what: str, runtime: Runtime) -> None:
         )
 
 
+def check_serves(plan: Plan, what: str, graph: TrainingGraph, model: DeviceModel) -> None:
+    """Refuse a plan that is not for ``graph`` or cannot run on the device of ``model``.
+
+    Raises:
+        GraphError: it is for another graph.
+        DeviceError: it is for another device, and this one has not its kernels or has too little memory.
+    """
+    from layoutopt import planner
+
+    check_graph(plan, graph)
+    try:
+        planner.validate(plan, graph, None, model.limits)
+    except LayoutOptError as error:
+        if plan.device_name == model.name:
+            raise
+        raise DeviceError(f"{what} is for {plan.device_name!r} and does not serve {model.name!r} ({error})") from error
+
+
 def device_model(
     given: str | None,
     runtime: Runtime | None,
@@ -92,7 +129,7 @@ def device_model(
 
     Args:
         given: a file or the name of a built-in model; None means the runtime's device.
-        runtime: the device; its stored calibration is used, or made now (and said so) if there is none.
+        runtime: the device; its stored calibration is used. What it lacks for ``graphs`` is measured now (and said so).
         graphs: what to calibrate for.
         budget_s: seconds for a calibration made now.
         announce: told in one sentence what is used.
@@ -108,13 +145,15 @@ def device_model(
     if runtime is None:
         raise DeviceError("no device model: give --device-model FILE, or a name that `layoutopt devices` lists")
     path = calibrated_path(runtime.info)
-    if path.is_file():
+    base = devices.load(str(path)) if path.is_file() else None
+    if base is not None and all(graph.hash in base.graphs for graph in graphs):
         announce(f"device model {path}")
-        return devices.load(str(path))
+        return base
     from layoutopt.tuning import calibrate_for
 
-    announce(f"{runtime.info.name} has no calibration here: calibrating for up to {budget_s:.0f} s")
-    model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress)
+    lack = f"has no calibration for {', '.join(g.name for g in graphs) or 'planning'} here"
+    announce(f"{runtime.info.name} {lack}: measuring for up to {budget_s:.0f} s")
+    model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress, base=base)
     path.parent.mkdir(parents=True, exist_ok=True)
     devices.save(model, path)
     announce(f"calibration kept in {path}")

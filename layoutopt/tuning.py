@@ -31,6 +31,7 @@ def calibrate_for(
     budget_s: float,
     seed: int = 0,
     progress: Callable[[str, float], None] | None = None,
+    base: DeviceModel | None = None,
 ) -> DeviceModel:
     """A device model whose measurements cover what plans of ``graphs`` run.
 
@@ -40,6 +41,7 @@ def calibrate_for(
         budget_s: wall time.
         seed: of data, sample and held-out share.
         progress: told what is done and the share of the budget used.
+        base: an earlier model of the device to add to.
 
     Raises:
         DeviceError: the device refuses the microbenchmarks.
@@ -47,7 +49,7 @@ def calibrate_for(
     from costmodel.calibrate import calibrate
 
     chooser = (lambda model: _chosen(graphs, model)) if graphs else None
-    return calibrate(runtime, budget_s, tuple(graphs), progress, seed, chooser)
+    return calibrate(runtime, budget_s, tuple(graphs), progress, seed, chooser, base)
 
 
 def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel) -> list[Kernel]:
