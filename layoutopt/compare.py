@@ -126,9 +126,7 @@ def compare(
     if runtime is not None:
         start = values if values is not None else initial_values(graph, 0)
         tell = (lambda done, of: progress("measuring", done, of)) if progress else None
-        measured = measure_interleaved(
-            graph, plans, runtime, start, rounds=rounds, budget_s=budget_s, progress=tell
-        )
+        measured = measure_interleaved(graph, plans, runtime, start, rounds=rounds, budget_s=budget_s, progress=tell)
     rows = []
     for number, (name, plan) in enumerate(plans.items()):
         report = None

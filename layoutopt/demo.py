@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from layoutopt import digits
 from layoutopt import plan as plans
@@ -18,7 +21,7 @@ from layoutopt.checkpoint import initial_values
 from layoutopt.compare import Row, compare, predicted_s
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_all
-from layoutopt.files import write_atomic
+from layoutopt.files import check_folder, write_atomic
 from layoutopt.graphfile import save
 from layoutopt.models import shipped
 from layoutopt.optimizers import hyper_values
@@ -27,6 +30,8 @@ from layoutopt.train import Schedule, evaluate, fit
 from layoutopt.tuning import calibrate_for
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kernels.runtime import Runtime
 
 __all__ = ["run_demo"]
@@ -64,6 +69,8 @@ def run_demo(
     from kernels.execute import Executor
 
     started = time.perf_counter()
+    figure = _figure()
+    check_folder(output)
     output.mkdir(parents=True, exist_ok=True)
     data = digits.load()
     graph = shipped(GRAPH)
@@ -107,7 +114,7 @@ def run_demo(
     train_seconds = time.perf_counter() - train_started
     accuracy, _ = evaluate(executor, held_out)
     say(f"    held-out accuracy {accuracy:.2%} of {len(held_out)} images, {train_seconds:.1f} s")
-    _draw(history.losses, accuracy, output / "loss.png")
+    _draw(figure, history.losses, accuracy, output / "loss.png")
 
     say("4/4 comparing strategies")
     rows = compare(graph, by_strategy, model, runtime=runtime, rounds=21, budget_s=20.0, progress=bar.stage)
@@ -136,17 +143,17 @@ def run_demo(
     return summary, rows
 
 
-def _draw(losses: list[float], accuracy: float, path: Path) -> None:
-    """Loss by step, with a running mean."""
+def _figure() -> Figure:
+    """An empty figure, asked for first: whether there is matplotlib shows before the training and not after it."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise LayoutOptError("the loss curve needs matplotlib: pip install 'layoutopt[demo]'") from error
-    matplotlib.use("Agg", force=False)
-    import numpy as np
-    from matplotlib.figure import Figure
+    return Figure(figsize=(7, 4), layout="constrained")
 
-    figure = Figure(figsize=(7, 4), layout="constrained")
+
+def _draw(figure: Figure, losses: list[float], accuracy: float, path: Path) -> None:
+    """Loss by step, with a running mean."""
     axes = figure.subplots()
     axes.plot(losses, color="0.75", linewidth=0.8, label="loss of each step")
     window = max(len(losses) // 50, 1)
@@ -155,4 +162,6 @@ def _draw(losses: list[float], accuracy: float, path: Path) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy", yscale="log", title=f"held-out accuracy {accuracy:.2%}")
     axes.legend(frameon=False)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=130)
+    picture = BytesIO()
+    figure.savefig(picture, dpi=130, format="png")
+    write_atomic(path, picture.getvalue())

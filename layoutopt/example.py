@@ -18,15 +18,17 @@ def example_inputs(graph: TrainingGraph, seed: int = 0) -> dict[str, np.ndarray]
     rng = np.random.default_rng(seed)
     out: dict[str, np.ndarray] = {}
     for tensor in graph.by_role("input"):
+        value: np.ndarray
         if tensor.dtype == "float32":
-            value = np.float32(1e-3) if not tensor.shape else rng.standard_normal(tensor.shape, dtype=np.float32)
+            shape = tensor.shape
+            value = rng.standard_normal(shape, np.float32) if shape else np.asarray(1e-3, np.float32)
         elif tensor.dtype == "bool":
             value = np.ones(tensor.shape, dtype=bool)
         else:
             limit = _limit(graph, tensor.name)
-            value = rng.integers(0, limit, tensor.shape) if limit else np.ones(tensor.shape)
-            value = value.astype(np.int32)
-        out[tensor.name] = np.asarray(value)
+            chosen = rng.integers(0, limit, tensor.shape) if limit else np.ones(tensor.shape)
+            value = np.asarray(chosen, np.int32)
+        out[tensor.name] = value
     return out
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from layoutopt.errors import LayoutOptError
+from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.passes import PassReport, run_passes
 from layoutopt.plan import Plan
@@ -14,7 +14,7 @@ from layoutopt.plan import Plan
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
 
-__all__ = ["capture_model", "known_models", "memory_bytes", "solve_all", "solve_plan"]
+__all__ = ["capture_model", "check_request", "known_models", "memory_bytes", "solve_all", "solve_plan"]
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -29,7 +29,9 @@ def memory_bytes(text: str | None) -> int | None:
         return None
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b)?\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
-        raise LayoutOptError(f"memory {text!r} is not a size: expected a number with B, KiB, MiB or GiB, such as 512MiB")
+        raise LayoutOptError(
+            f"memory {text!r} is not a size: expected a number with B, KiB, MiB or GiB, such as 512MiB"
+        )
     return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
 
 
@@ -55,6 +57,34 @@ def capture_model(
     return run_passes(zoo.capture_named(name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels))
 
 
+def check_request(strategies: Sequence[str], memory: str | None, graph: TrainingGraph | None = None) -> None:
+    """Refuse at once what planning would refuse after its work: before a calibration, say.
+
+    Args:
+        strategies: by name.
+        memory: budget in words.
+        graph: what the budget is for; its weights alone may already be too much.
+
+    Raises:
+        LayoutOptError: an unknown strategy, or no size.
+        InfeasibleError: the budget does not hold what stays on the device from step to step.
+    """
+    from layoutopt import planner
+
+    for name in strategies:
+        planner.check_strategy(name)
+    budget = memory_bytes(memory)
+    if graph is None or budget is None:
+        return
+    resident = [t for t in graph.by_role("parameter", "state") if graph.storage_of[t.name] == t.name]
+    need = sum(t.size_elems * t.item_bytes for t in resident)
+    if need > budget:
+        raise InfeasibleError(
+            f"the parameters and optimizer state of {graph.name!r} alone take {need} bytes of device memory, "
+            f"the budget is {budget}: allow more or use a smaller model"
+        )
+
+
 def solve_plan(
     graph: TrainingGraph,
     model: DeviceModel,
@@ -65,9 +95,7 @@ def solve_plan(
     progress: Callable[[str, float], None] | None = None,
 ) -> Plan:
     """One validated plan."""
-    return solve_all(
-        graph, model, [strategy], memory=memory, time_limit_s=time_limit_s, progress=progress
-    )[strategy]
+    return solve_all(graph, model, [strategy], memory=memory, time_limit_s=time_limit_s, progress=progress)[strategy]
 
 
 def solve_all(
@@ -84,9 +112,7 @@ def solve_all(
     from layoutopt import planner
 
     names = list(strategies) or list(planner.STRATEGIES)
-    unknown = sorted(set(names) - set(planner.STRATEGIES))
-    if unknown:
-        raise LayoutOptError(f"unknown strategy {unknown[0]!r}: choose among {', '.join(planner.STRATEGIES)}")
+    check_request(names, memory, graph)
     return planner.plan_all(
         graph,
         CostModel(model),

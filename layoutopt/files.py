@@ -8,7 +8,36 @@ from pathlib import Path
 
 from layoutopt.errors import LayoutOptError
 
-__all__ = ["write_atomic"]
+__all__ = ["check_folder", "check_target", "write_atomic"]
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """See that a file can be written at ``path``, before the work that makes its content.
+
+    Raises:
+        LayoutOptError: its directory does not exist, or ``path`` is a directory.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise LayoutOptError(f"cannot write {target}: it is a directory (give a file name in it)")
+    if not target.parent.is_dir():
+        raise LayoutOptError(f"cannot write {target}: {target.parent} is no directory (choose a directory that exists)")
+    if not os.access(target.parent, os.W_OK):
+        raise LayoutOptError(f"cannot write {target}: no permission to write in {target.parent} (choose another)")
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """See that ``path`` is a directory or that one can be made there, before the work that fills it.
+
+    Raises:
+        LayoutOptError: a file is in the way, or there is no permission.
+    """
+    folder = Path(path).absolute()
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not existing.is_dir():
+        raise LayoutOptError(f"cannot make the directory {path}: {existing} is a file (choose another name)")
+    if not os.access(existing, os.W_OK):
+        raise LayoutOptError(f"cannot write to {path}: no permission to write in {existing} (choose another)")
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +14,14 @@ import numpy as np
 
 from layoutopt import plan as plans
 from layoutopt import planner, textclass, textdata
-from layoutopt.errors import LayoutOptError
-from layoutopt.facade import capture_model, solve_plan
+from layoutopt.errors import GraphError, LayoutOptError
+from layoutopt.facade import capture_model, check_request, solve_plan
+from layoutopt.files import check_folder
 from layoutopt.graph import TrainingGraph
 from layoutopt.models import check_device, device_model, find_graph, shipped_names
 from layoutopt.show import Progress
 from layoutopt.textclass import RunState
-from layoutopt.train import Dataset, History, Schedule, evaluate, fit
+from layoutopt.train import Dataset, History, Schedule, batch_size, evaluate, fit
 
 if TYPE_CHECKING:
     from kernels.execute import Executor
@@ -95,6 +98,14 @@ def finetune(settings: Settings, runtime: Runtime, *, announce: Callable[[str], 
     Raises:
         LayoutOptError: any of the settings, files or numbers is bad; nothing half-written stays behind.
     """
+    check_request([settings.strategy], settings.memory)
+    if settings.out_dir is not None:
+        check_folder(settings.out_dir)
+    if settings.plan is not None:
+        check_device(plans.load(settings.plan).device_name, f"plan {settings.plan}", runtime)
+    elif settings.device_model is not None:
+        given = device_model(settings.device_model, runtime)
+        check_device(given.name, f"device model {settings.device_model}", runtime)
     if settings.model == "minilm":
         return _finetune_text(settings, runtime, announce, progress)
     return _finetune_arrays(settings, runtime, announce, progress)
@@ -112,11 +123,13 @@ def _executor(
     from kernels.execute import Executor
     from layoutopt.compare import predicted_s
 
+    if not graph.meta.get("optimizer"):
+        raise GraphError(f"graph {graph.name!r} has no optimizer: capture it with --optimizer adamw or sgd")
     if settings.plan is not None:
         plan = plans.load(settings.plan)
-        planner.validate(plan, graph, None, runtime.limits if plan.device_name == runtime.info.name else None)
-        check_device(plan.device_name, f"plan {settings.plan}", runtime)
+        planner.validate(plan, graph, None, runtime.limits)
     else:
+        check_request([settings.strategy], settings.memory, graph)
         model = device_model(
             settings.device_model,
             runtime,
@@ -125,7 +138,6 @@ def _executor(
             announce=announce,
             progress=progress.fraction,
         )
-        check_device(model.name, f"device model {settings.device_model}", runtime)
         plan = solve_plan(
             graph,
             model,
@@ -152,7 +164,7 @@ def _run(
 ) -> Result:
     from layoutopt.optimizers import hyper_values
 
-    size = executor.graph.tensors[training.target].shape[0]
+    size = batch_size(executor.graph, training.target)
     per_epoch = -(-len(training) // size)
     total = settings.epochs * per_epoch
     if settings.max_steps is not None:
@@ -183,42 +195,49 @@ def _run(
     return Result(
         len(history.losses),
         seconds,
-        len(history.losses) * size / seconds,
+        sum(min(size, len(training) - (first_step + i) % per_epoch * size) for i in range(len(history.losses)))
+        / seconds,
         tuple(history.losses),
         accuracy,
         len(held_out) if held_out is not None else 0,
         None,
-        settings.strategy,
+        executor.plan.solver.strategy,
         predicted,
     )
 
 
-def _finetune_text(
-    settings: Settings, runtime: Runtime, announce: Callable[[str], None], progress: Progress
-) -> Result:
+def _finetune_text(settings: Settings, runtime: Runtime, announce: Callable[[str], None], progress: Progress) -> Result:
     text = textdata.read_labelled_text(settings.data)
     if text.header:
         announce(f"first line of {settings.data} is a header: {text.header!r}")
     state = textclass.load_state(settings.resume) if settings.resume else None
     if state is not None:
         # What shaped the run so far stays; --epochs may extend it.
-        settings = replace(settings, batch=state.batch, seq=state.seq, seed=state.seed, lr=state.lr)
+        settings = replace(
+            settings, batch=state.batch, seq=state.seq, seed=state.seed, lr=state.lr, held_out=state.held_out
+        )
         source = textclass.source_of(settings.resume)  # type: ignore[arg-type]
     else:
         source = textclass.source_of(settings.checkpoint) if settings.checkpoint else textclass.pretrained("minilm")
     known = state.classes if state else textclass.classes_of(source)
     classes = known or text.classes
     labels = textdata.label_ids(text.labels, classes, settings.data)
+    if state is not None and state.data != text.fingerprint:
+        raise LayoutOptError(
+            f"{settings.data} is not what the run in {settings.resume} was trained on: resume with the same file, or "
+            "start from its weights with --checkpoint"
+        )
     if len(classes) < 2:
         raise LayoutOptError(f"{settings.data} has only the label {classes[0]!r}: a classifier needs at least two")
-    data = Dataset(
-        {**textdata.encode(text.texts, source.directory / "tokenizer.json", settings.seq), "labels": labels}
-    )
+    data = Dataset({**textdata.encode(text.texts, source.directory / "tokenizer.json", settings.seq), "labels": labels})
     graph, _ = capture_model("minilm", batch=settings.batch, seq=settings.seq, optimizer="adamw", labels=len(classes))
     data = Dataset({name: x for name, x in data.inputs.items() if name in graph.tensors})
+    _check_samples(data, graph, settings.data)
     training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
     values = (
-        textclass.load_run(settings.resume, graph) if settings.resume else textclass.initial(graph, source, settings.seed)
+        textclass.load_run(settings.resume, graph)
+        if settings.resume
+        else textclass.initial(graph, source, settings.seed)
     )
     announce(f"{len(training)} training and {len(held_out or ())} held-out samples, classes {', '.join(classes)}")
     executor, predicted = _executor(settings, graph, values, runtime, announce, progress)
@@ -233,6 +252,8 @@ def _finetune_text(
             settings.batch,
             settings.seq,
             settings.lr,
+            settings.held_out,
+            text.fingerprint,
         )
         textclass.save_run(directory, graph, executor.values(), source, reached)
         result = replace(result, directory=str(directory))
@@ -245,13 +266,16 @@ def _finetune_arrays(
     from layoutopt.checkpoint import initial_values, load_safetensors, save_safetensors
 
     if settings.resume is not None:
-        raise LayoutOptError("--resume continues text runs only: give --checkpoint FILE.safetensors to start from weights")
+        raise LayoutOptError(
+            "--resume continues text runs only: give --checkpoint FILE.safetensors to start from weights"
+        )
     graph = find_graph(settings.model)
     data = _arrays(settings.data, graph)
     training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
     values = initial_values(graph, settings.seed)
     if settings.checkpoint is not None:
-        values.update(load_safetensors(graph, settings.checkpoint))
+        inside = settings.checkpoint / "model.safetensors"  # what --out writes
+        values.update(load_safetensors(graph, inside if settings.checkpoint.is_dir() else settings.checkpoint))
     executor, predicted = _executor(settings, graph, values, runtime, announce, progress)
     result = _run(settings, executor, predicted, training, held_out, progress)
     if settings.out_dir is not None:
@@ -269,28 +293,51 @@ def _arrays(data: str, graph: TrainingGraph) -> Dataset:
     if data == "digits":
         from layoutopt import digits
 
-        loaded = digits.load()
+        arrays = digits.load().inputs
     else:
         file = Path(data)
         if not file.is_file():
             hint = ", ".join(shipped_names())
-            raise LayoutOptError(f"no data file at {file}: expected an .npz of graph inputs, or 'digits' (graphs: {hint})")
+            raise LayoutOptError(
+                f"no data file at {file}: expected an .npz of graph inputs, or 'digits' (graphs: {hint})"
+            )
         try:
-            with np.load(file, allow_pickle=False) as archive:
-                loaded = Dataset({name: archive[name] for name in archive.files})
-        except (ValueError, OSError) as error:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("one array, not several by name")
+            with archive:
+                arrays = {name: archive[name] for name in archive.files}
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise LayoutOptError(f"{file} is not an .npz of arrays ({error})") from error
-    missing = [t.name for t in needed if t.name not in loaded.inputs]
+    missing = [t.name for t in needed if t.name not in arrays]
     if missing:
-        raise LayoutOptError(f"{data} lacks {', '.join(missing)}: it has {', '.join(loaded.inputs)}")
+        raise LayoutOptError(f"{data} lacks {', '.join(missing)}: it has {', '.join(arrays) or 'nothing'}")
     chosen: dict[str, Any] = {}
     for tensor in needed:
-        array = loaded.inputs[tensor.name]
-        if array.shape[1:] != tensor.shape[1:]:
+        array = arrays[tensor.name]
+        if not array.ndim or array.shape[1:] != tensor.shape[1:]:
             raise LayoutOptError(
-                f"{data}: {tensor.name} has samples of shape {array.shape[1:]}, the graph takes {tensor.shape[1:]}"
+                f"{data}: {tensor.name} has the shape {array.shape}, the graph takes samples of {tensor.shape[1:]}"
             )
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise LayoutOptError(f"{data}: {tensor.name} holds NaN or infinity")
         chosen[tensor.name] = array
-    return Dataset(chosen)
+    dataset = Dataset(chosen)
+    _check_samples(dataset, graph, data)
+    return dataset
+
+
+def _check_samples(data: Dataset, graph: TrainingGraph, where: str) -> None:
+    """See that every batch is one that the graph takes, before anything is measured or planned.
+
+    Raises:
+        GraphError: a wrong type, or an id or class out of range.
+    """
+    from kernels.feed import Feed
+
+    feed = Feed(graph)
+    for batch, _ in data.batches(batch_size(graph, data.target)):
+        try:
+            feed.check(batch, frozenset())
+        except GraphError as error:
+            raise GraphError(f"{where}: {error}") from error

@@ -38,9 +38,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         drawn.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
     for row in rows:
         drawn.add_row(*row)
-    console = Console(file=sys.stdout)
-    wide = Console(file=sys.stdout, width=max(console.width, 40 + 16 * len(head))) if not console.is_terminal else console
-    wide.print(drawn)
+    # Names of tensors and layouts hold brackets: they are text, not markup.
+    console = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 40 + 16 * len(head))
+    console.print(drawn)
 
 
 class Progress:
@@ -59,13 +61,19 @@ class Progress:
             from rich.progress import Progress as RichProgress
 
             self._bar = RichProgress(
-                TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True), transient=True
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+                transient=True,
             )
             self._bar.start()
             self._task = self._bar.add_task(self._what, total=1.0)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

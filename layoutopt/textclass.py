@@ -8,36 +8,63 @@ metadata, everything that resuming needs.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import write_atomic
 from layoutopt.graph import TrainingGraph
 
-__all__ = ["RunState", "Source", "classes_of", "initial", "load_run", "load_state", "pretrained", "save_run", "source_of"]
+__all__ = [
+    "RunState",
+    "Source",
+    "classes_of",
+    "initial",
+    "load_run",
+    "load_state",
+    "pretrained",
+    "save_run",
+    "source_of",
+]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
+_MODEL_FILE = "model.safetensors"
 _STATE_FILE = "training_state.safetensors"
+_STEP = "layoutopt_step"
+"""In the weights' metadata: the step they are of, so that state of another step is not taken for theirs."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A directory with ``config.json``, ``model.safetensors`` and ``tokenizer.json``; ``prefix`` goes before its names."""
+    """A directory with ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
+
+    ``prefix`` goes before the names in its weights to make the graph's.
+    """
 
     directory: Path
     prefix: str = ""
 
     @property
     def config(self) -> dict[str, Any]:
-        """The model's configuration."""
-        return json.loads((self.directory / "config.json").read_text(encoding="utf-8"))
+        """The model's configuration.
+
+        Raises:
+            LayoutOptError: the file is damaged.
+        """
+        file = self.directory / "config.json"
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise LayoutOptError(f"{file} is damaged ({error}): use another checkpoint") from error
+        if not isinstance(found, dict):
+            raise LayoutOptError(f"{file} holds no configuration but a {type(found).__name__}: use another checkpoint")
+        return found
 
 
 @dataclass(frozen=True)
@@ -52,6 +79,8 @@ class RunState:
         batch: samples a step.
         seq: tokens a sample.
         lr: peak learning rate.
+        held_out: share kept for evaluation.
+        data: fingerprint of the labelled texts, in order; the split and the order of samples hang on them.
     """
 
     step: int
@@ -61,6 +90,8 @@ class RunState:
     batch: int
     seq: int
     lr: float
+    held_out: float
+    data: str
 
 
 def pretrained(name: str) -> Source:
@@ -85,7 +116,7 @@ def source_of(directory: str | Path) -> Source:
         LayoutOptError: a file is missing.
     """
     where = Path(directory)
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in ("config.json", _MODEL_FILE, "tokenizer.json"):
         if not (where / name).is_file():
             raise LayoutOptError(f"checkpoint {where} has no {name}: expected a directory written by `layoutopt train`")
     return Source(where)
@@ -94,7 +125,10 @@ def source_of(directory: str | Path) -> Source:
 def classes_of(source: Source) -> tuple[str, ...]:
     """The labels that a fine-tuned checkpoint knows, in the order of its logits; empty for a pretrained one."""
     named = source.config.get("id2label") if not source.prefix else None
-    return tuple(named[key] for key in sorted(named, key=int)) if named else ()
+    try:
+        return tuple(str(named[key]) for key in sorted(named, key=int)) if named else ()
+    except (TypeError, ValueError, KeyError) as error:
+        raise LayoutOptError(f"id2label of {source.directory / 'config.json'} is no numbered list of labels") from error
 
 
 def initial(graph: TrainingGraph, source: Source, seed: int) -> dict[str, np.ndarray]:
@@ -109,7 +143,7 @@ def initial(graph: TrainingGraph, source: Source, seed: int) -> dict[str, np.nda
     values.update(
         load_safetensors(
             graph,
-            source.directory / "model.safetensors",
+            source.directory / _MODEL_FILE,
             rename=lambda name: source.prefix + name,
             allow_missing=("classifier.",) if source.prefix else (),
         )
@@ -136,39 +170,46 @@ def save_run(
     write_atomic(where / "config.json", json.dumps(config, indent=2) + "\n")
     for name in _TOKENIZER_FILES:
         if (source.directory / name).is_file() and source.directory.resolve() != where.resolve():
-            shutil.copyfile(source.directory / name, where / name)
+            write_atomic(where / name, (source.directory / name).read_bytes())
     parameters = {t.name: values[t.name] for t in graph.by_role("parameter") if t.name in values}
-    save_safetensors(where / "model.safetensors", parameters, {"format": "pt"})
+    save_safetensors(where / _MODEL_FILE, parameters, {"format": "pt", _STEP: str(state.step)})
     optimizer = {t.name: values[t.name] for t in graph.by_role("state") if t.name in values}
-    facts = {
-        "step": state.step,
-        "epochs": state.epochs,
-        "seed": state.seed,
-        "classes": state.classes,
-        "batch": state.batch,
-        "seq": state.seq,
-        "lr": state.lr,
-    }
-    save_safetensors(where / _STATE_FILE, optimizer, {"layoutopt": json.dumps(facts)})
+    save_safetensors(where / _STATE_FILE, optimizer, {"layoutopt": json.dumps(asdict(state))})
 
 
 def load_state(directory: str | Path) -> RunState:
     """Where the run in ``directory`` stands.
 
     Raises:
-        LayoutOptError: the directory is no run, or its state is damaged.
+        LayoutOptError: the directory is no run, its state is damaged, or its two files are of different steps.
     """
-    from safetensors import SafetensorError, safe_open
-
     file = Path(directory) / _STATE_FILE
     if not file.is_file():
         raise LayoutOptError(f"nothing to resume in {directory}: it has no {_STATE_FILE}")
     try:
-        with safe_open(str(file), "numpy") as handle:
-            facts = json.loads((handle.metadata() or {})["layoutopt"])
-        return RunState(**{**facts, "classes": tuple(facts["classes"])})
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        state = msgspec.json.decode(_metadata(file).get("layoutopt", ""), type=RunState)
+    except msgspec.DecodeError as error:
         raise LayoutOptError(f"{file} is damaged ({error}): start anew without --resume") from error
+    weights = _metadata(Path(directory) / _MODEL_FILE).get(_STEP)
+    if weights != str(state.step):
+        raise LayoutOptError(
+            f"{directory} holds weights of step {weights or 'unknown'} and optimizer state of step {state.step} "
+            "(saving was interrupted, or a file was replaced): start from its weights with --checkpoint"
+        )
+    return state
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    """The strings in the header of a safetensors file."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise LayoutOptError("reading checkpoints needs safetensors: pip install 'layoutopt[examples]'") from error
+    try:
+        with safe_open(str(file), "numpy") as handle:
+            return dict(handle.metadata() or {})
+    except (SafetensorError, OSError) as error:
+        raise LayoutOptError(f"{file} is not a safetensors file, or is damaged ({error})") from error
 
 
 def load_run(directory: str | Path, graph: TrainingGraph) -> dict[str, np.ndarray]:
@@ -176,6 +217,6 @@ def load_run(directory: str | Path, graph: TrainingGraph) -> dict[str, np.ndarra
     from layoutopt.checkpoint import initial_values, load_safetensors
 
     values = initial_values(graph, 0)
-    values.update(load_safetensors(graph, Path(directory) / "model.safetensors"))
+    values.update(load_safetensors(graph, Path(directory) / _MODEL_FILE))
     values.update(load_safetensors(graph, Path(directory) / _STATE_FILE, role="state"))
     return values

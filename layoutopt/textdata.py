@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ HEADER_WORDS = frozenset({"label", "class", "category", "target"})
 
 @dataclass(frozen=True)
 class LabelledText:
-    """The lines of a file: ``labels[i]`` belongs to ``texts[i]``; ``header`` is the header line that was skipped, if any."""
+    """The lines of a file: ``labels[i]`` belongs to ``texts[i]``; ``header`` is the header line that was skipped."""
 
     labels: tuple[str, ...]
     texts: tuple[str, ...]
@@ -27,6 +28,12 @@ class LabelledText:
     def classes(self) -> tuple[str, ...]:
         """The distinct labels, sorted."""
         return tuple(sorted(set(self.labels)))
+
+    @property
+    def fingerprint(self) -> str:
+        """Short hash of every label and text, in order."""
+        lines = "\n".join(f"{label}\t{text}" for label, text in zip(self.labels, self.texts, strict=True))
+        return hashlib.sha256(lines.encode()).hexdigest()[:16]
 
 
 def read_labelled_text(path: str | Path) -> LabelledText:
@@ -39,7 +46,7 @@ def read_labelled_text(path: str | Path) -> LabelledText:
     if not file.is_file():
         raise LayoutOptError(f"no data file at {file}: expected a UTF-8 text file of label<TAB>text lines")
     try:
-        content = file.read_text(encoding="utf-8")
+        content = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise LayoutOptError(f"{file} is not UTF-8 text (byte {error.start}): convert it first") from error
     labels, texts, header = [], [], ""
@@ -87,15 +94,21 @@ def encode(texts: Sequence[str], tokenizer_file: str | Path, seq: int) -> dict[s
 
     Returns:
         ``input_ids``, ``attention_mask`` and ``token_type_ids``, int32 [n, seq].
-    """
-    from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    Raises:
+        LayoutOptError: the tokenizer file is damaged, or the package ``tokenizers`` is not installed.
+    """
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise LayoutOptError("reading text needs tokenizers: pip install 'layoutopt[examples]'") from error
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the package raises nothing narrower
+        raise LayoutOptError(f"{tokenizer_file} is not a tokenizer file, or is damaged ({error})") from error
     tokenizer.enable_truncation(seq)
     padding = tokenizer.padding or {}
-    tokenizer.enable_padding(
-        length=seq, pad_id=padding.get("pad_id", 0), pad_token=padding.get("pad_token", "[PAD]")
-    )
+    tokenizer.enable_padding(length=seq, pad_id=padding.get("pad_id", 0), pad_token=padding.get("pad_token", "[PAD]"))
     rows = tokenizer.encode_batch(list(texts))
     return {
         "input_ids": np.array([r.ids for r in rows], dtype=np.int32),

@@ -79,7 +79,8 @@ class Dataset:
             chosen = np.resize(chosen, size)
             batch = {name: values[chosen] for name, values in self.inputs.items()}
             if real < size:
-                batch[self.target] = batch[self.target].copy()
+                # Whatever width the targets come in (bytes, say), IGNORE must fit.
+                batch[self.target] = batch[self.target].astype(np.int64)
                 batch[self.target][real:] = IGNORE
             yield batch, real
 
@@ -182,12 +183,23 @@ def fit(
 
 
 def evaluate(executor: Steppable, data: Dataset, logits: str | None = None) -> tuple[float, np.ndarray]:
-    """Accuracy and logits [n, classes] over ``data``, without updating anything."""
+    """Accuracy and logits [n, classes] over ``data``, without updating anything.
+
+    Args:
+        executor: runs the forward pass.
+        data: samples; the arg max of a row of logits is compared with the target.
+        logits: output to read; the graph's second by default.
+
+    Raises:
+        GraphError: the graph has no output beside the loss.
+    """
     graph = executor.graph
+    if logits is None and len(graph.outputs) < 2:
+        raise GraphError(f"graph {graph.name!r} has no output beside its loss to evaluate: hold nothing out")
     name = logits or graph.outputs[1]
     rows: list[np.ndarray] = []
     for batch, real in data.batches(batch_size(graph, data.target)):
-        hyper = {t.name: np.float32(1) for t in graph.by_role("input") if t.name not in batch}
+        hyper = {t.name: np.ones((), np.float32) for t in graph.by_role("input") if t.name not in batch}
         executor.forward({**batch, **hyper})
         rows.append(np.array(executor.read(name))[:real])
     scores = np.concatenate(rows)

@@ -1,12 +1,12 @@
 """Simulate a plan: every step's addresses through the device model's caches, summed per op, tensor and phase.
 
-Long launches are sampled by work groups: a head of consecutive groups warms the caches and is counted as it is, the next
-stretch is counted for all the rest. The report says what share of the accesses was really walked.
+Long launches are sampled by work groups: a head of consecutive groups warms the caches and is counted as it is, the
+next stretch is counted for all the rest. The report says what share of the accesses was really walked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -219,8 +219,3 @@ def _add(into: dict[str, np.ndarray], key: str, row: np.ndarray) -> None:
 
 def _counts(rows: Mapping[str, np.ndarray]) -> dict[str, Counts]:
     return {key: Counts.of(row) for key, row in rows.items()}
-
-
-def top(report: CacheReport, level: int = -1, count: int = 10) -> Sequence[tuple[str, Counts]]:
-    """The tensors with the most misses in a level."""
-    return sorted(report.by_tensor.items(), key=lambda item: -item[1].misses[level])[:count]
