@@ -9,12 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from layoutopt import __version__
 from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.files import check_target
 from layoutopt.show import Progress, emit, out, say, table
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LayoutOptError as error:
         say(f"layoutopt: error: {error}")
         return 2
+    except OSError as error:  # a full disk, a folder without permission
+        where = f"{error.filename}: " if error.filename else ""
+        say(f"layoutopt: error: {where}{error.strerror or error}")
+        return 2
     except KeyboardInterrupt:
         say("layoutopt: interrupted")
         return 130
@@ -77,7 +82,7 @@ def devices(json: Json = False) -> None:
     from layoutopt.models import calibrated_path
 
     found = runtime.devices()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for d in found:
         path = calibrated_path(d)
         rows.append(
@@ -138,8 +143,9 @@ def capture(
         names = known_models()
         emit(names) if json else table(["model", "what"], [[n, what] for n, what in names.items()])
         return
-    graph, report = capture_model(model, batch=batch, seq=seq, optimizer=optimizer, labels=labels)
     target = output or Path(f"{model.replace(':', '-').replace('.', '-')}.graph")
+    check_target(target)
+    graph, report = capture_model(model, batch=batch, seq=seq, optimizer=optimizer, labels=labels)
     from layoutopt.graphfile import save
 
     save(graph, target)
@@ -167,8 +173,10 @@ def calibrate(
     from layoutopt.models import calibrated_path, find_graph
     from layoutopt.tuning import calibrate_for
 
-    runtime = _runtime(device)
+    if output is not None:
+        check_target(output)
     graphs = tuple(find_graph(g) for g in graph or ())
+    runtime = _runtime(device)
     with Progress("calibrating", quiet=json) as bar:
         model = calibrate_for(runtime, graphs, budget_s=budget, progress=bar.fraction)
     path = output or calibrated_path(runtime.info)
@@ -204,10 +212,12 @@ def plan(
 ) -> None:
     """Choose all layouts of a graph at once and write the plan, validated."""
     from layoutopt import plan as plans
-    from layoutopt.facade import solve_plan
+    from layoutopt.facade import check_request, solve_plan
     from layoutopt.models import find_graph
 
+    check_target(output)
     loaded = find_graph(graph)
+    check_request([strategy], memory, loaded)
     model = _model(device_model, device, loaded, json)
     with Progress("planning", quiet=json) as bar:
         solved = solve_plan(
@@ -234,15 +244,14 @@ def simulate(
 ) -> None:
     """Run a plan's addresses through the device model's caches: hits, misses and bytes per op, tensor and phase."""
     from layoutopt import plan as plans
-    from layoutopt import planner
-    from layoutopt.models import graph_of_plan
+    from layoutopt.models import check_serves, graph_of_plan
     from simulator.report import as_json, print_report
     from simulator.simulate import simulate as run_simulation
 
     loaded_plan = plans.load(plan_file)
     loaded = graph_of_plan(loaded_plan, plan_file, graph)
     model = _model(device_model, device, loaded, json)
-    planner.validate(loaded_plan, loaded, None, model.limits)
+    check_serves(loaded_plan, str(plan_file), loaded, model)
     with Progress("simulating", quiet=json) as bar:
         report = run_simulation(loaded, loaded_plan, model, max_accesses=max_accesses, progress=bar.count)
     if json:
@@ -266,15 +275,16 @@ def compare(
 ) -> None:
     """Every strategy side by side: predicted, simulated, measured."""
     from layoutopt.compare import compare as run_compare
-    from layoutopt.facade import solve_all
+    from layoutopt.facade import check_request, solve_all
     from layoutopt.models import check_device, find_graph
 
     loaded = find_graph(graph)
+    names = [s.strip() for s in strategies.split(",") if s.strip()]
+    check_request(names, memory, loaded)
     runtime = _runtime(device) if measure else None
     model = _model(device_model, device, loaded, json, runtime)
     if runtime is not None:
         check_device(model.name, f"device model {device_model}", runtime)
-    names = [s.strip() for s in strategies.split(",") if s.strip()]
     with Progress("planning", quiet=json) as bar:
         plans = solve_all(loaded, model, names, memory=memory, time_limit_s=time_limit, progress=bar.fraction)
     with Progress("comparing", quiet=json) as bar:
@@ -343,8 +353,24 @@ def train(
     from layoutopt.finetune import Settings, finetune
 
     settings = Settings(
-        model, data, out_dir, resume, checkpoint, epochs, batch, seq, lr, held_out, seed, max_steps, strategy, memory,
-        time_limit, calibration, device_model, plan_file,
+        model,
+        data,
+        out_dir,
+        resume,
+        checkpoint,
+        epochs,
+        batch,
+        seq,
+        lr,
+        held_out,
+        seed,
+        max_steps,
+        strategy,
+        memory,
+        time_limit,
+        calibration,
+        device_model,
+        plan_file,
     )
     runtime = _runtime(device)
     with Progress("training", quiet=json) as bar:
