@@ -166,7 +166,7 @@ def _launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> tuple[li
         seen = []
         for bundle in bundles(phase.accesses):
             access = bundle.access
-            layout = kernel.operand_layout(access.operand)
+            layout = kernel.launch_layout(launch, access.operand)
             item = 1 if kernel.operand_dtype(access.operand) == "bool" else 4
             depth = len(extents) if access.depth < 0 else access.depth
             loops = grid + tuple((loop.name, loop.extent) for loop in phase.loops[:depth])

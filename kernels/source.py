@@ -40,7 +40,7 @@ def program_source(kernel: Kernel, launch: Launch) -> str:
     for name, position in launch.operands:
         widths = sorted({(a.width, a.axis, a.write) for a in _accesses(launch, position) if a.width > 1})
         dtype = CTYPES[kernel.operand_dtype(position)]
-        layout = kernel.operand_layout(position)
+        layout = kernel.launch_layout(launch, position)
         qualifier = "" if position in written else "const "
         restrict = "" if position in aliased else "restrict "
         parts.append(f"#define {name}_ARG __global {qualifier}{dtype} *{restrict}{name}")

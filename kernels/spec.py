@@ -129,6 +129,7 @@ class Launch:
         local_size: work group, same rank.
         defines: further ``#define``s: sizes, unroll factors.
         preamble: generated C (a pointwise expression as a function), placed after the macros.
+        views: (operand position, layout) of operands that this launch indexes under other axes than the kernel's.
     """
 
     body: str
@@ -139,6 +140,7 @@ class Launch:
     local_size: tuple[int, ...]
     defines: tuple[tuple[str, str | int | float], ...] = ()
     preamble: str = ""
+    views: tuple[tuple[int, Layout], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,10 @@ class Kernel:
         """Layout of an operand or scratch buffer over the axes that the launches index (nests, macros, traces)."""
         n = len(self.layouts)
         return (self.views or self.layouts)[position] if position < n else self.scratch[position - n].layout
+
+    def launch_layout(self, launch: Launch, position: int) -> Layout:
+        """Layout of an operand or scratch buffer over the axes that one launch indexes."""
+        return next((view for p, view in launch.views if p == position), None) or self.operand_layout(position)
 
     def buffer_layout(self, position: int) -> Layout:
         """Layout of an operand or scratch buffer over the op's own axes (allocation, packing, reading back)."""

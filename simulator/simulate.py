@@ -197,9 +197,9 @@ def _sampled(
 def _made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
     """Values of a step's integer operands that steer accesses, by position: constants as they are, else uniform."""
     limits: dict[int, int] = {}
-    accesses = (a for launch in step.kernel.launches for phase in launch.nest.phases for a in phase.accesses)
-    for access in accesses:
-        shape = step.kernel.operand_layout(access.operand).shape
+    launches = step.kernel.launches
+    for launch, access in ((x, a) for x in launches for phase in x.nest.phases for a in phase.accesses):
+        shape = step.kernel.launch_layout(launch, access.operand).shape
         for axis, coordinate in enumerate(access.index):
             if isinstance(coordinate, Data):
                 limits[coordinate.operand] = min(limits.get(coordinate.operand, shape[axis]), shape[axis])

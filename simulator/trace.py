@@ -97,7 +97,7 @@ def compile_launch(kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray]
     bases = np.zeros(max(positions, default=0) + 1, dtype=np.int64)
     filled = 0
     for position in positions:
-        layout = kernel.operand_layout(position)
+        layout = kernel.launch_layout(launch, position)
         base = layout.base
         bases[position] = base[0] if not layout.is_image else (base[0] * layout.size[1] + base[1]) * 4 + base[2]
         for axis in range(layout.rank):
@@ -109,7 +109,7 @@ def compile_launch(kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray]
     for position, values in ids.items():
         data_at[position] = sum(d.size for d in data)
         data.append(np.asarray(values, dtype=np.int64).reshape(-1))
-    phases = tuple(_flatten(kernel, p, names, first_entry, data_at) for p in nest.phases)
+    phases = tuple(_flatten(kernel, launch, p, names, first_entry, data_at) for p in nest.phases)
     return Walk(
         nest.groups,
         np.array([loop.extent for loop in groups], dtype=np.int64),
@@ -124,6 +124,7 @@ def compile_launch(kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray]
 
 def _flatten(
     kernel: Kernel,
+    launch: Launch,
     phase: Phase,
     grid_names: Mapping[str, int],
     first_entry: Mapping[tuple[int, int], int],
@@ -139,11 +140,11 @@ def _flatten(
 
     for access in phase.accesses:
         first = len(coords)
-        shape = kernel.operand_layout(access.operand).shape
+        shape = kernel.launch_layout(launch, access.operand).shape
         for axis, coordinate in enumerate(access.index):
             entry = first_entry[access.operand, axis]
             if isinstance(coordinate, Data):
-                flat = _flat_index(coordinate, kernel.operand_layout(coordinate.operand).shape)
+                flat = _flat_index(coordinate, kernel.launch_layout(launch, coordinate.operand).shape)
                 start, count = add_index(flat)
                 coords.append((flat.const, start, count, shape[axis], entry, data_at[coordinate.operand]))
             else:
