@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kernels.families.concat import CONCAT, IOTA
 from kernels.families.contraction import CONTRACTION
+from kernels.families.convolution import CONVOLUTION
 from kernels.families.indexing import INDEXING
 from kernels.families.losses import LOSSES
 from kernels.families.pointwise import POINTWISE
@@ -13,4 +14,4 @@ from kernels.spec import Family
 
 __all__ = ["ALL"]
 
-ALL: tuple[Family, ...] = (CONTRACTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, CONCAT, IOTA)
+ALL: tuple[Family, ...] = (CONTRACTION, CONVOLUTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, CONCAT, IOTA)
