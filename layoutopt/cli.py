@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check()
         app(args=list(argv) if argv is not None else None)
     except LayoutOptError as error:
-        say(f"layoutopt: error: {error}")
+        say(f"layoutopt: error: {_sentence(error)}")
         return 2
     except OSError as error:  # a full disk, a folder without permission
         where = f"{error.filename}: " if error.filename else ""
@@ -60,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # how typer ends, usage errors with code 2 among them
         return stop.code if isinstance(stop.code, int) else 1
     return 0
+
+
+def _sentence(error: Exception) -> str:
+    """The message on one line, a list in it included."""
+    first, *rest = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join([first, "; ".join(rest)]) if first.endswith(":") else "; ".join([first, *rest])
 
 
 def run() -> None:

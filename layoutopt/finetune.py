@@ -302,10 +302,10 @@ def _arrays(data: str, graph: TrainingGraph) -> Dataset:
                 f"no data file at {file}: expected an .npz of graph inputs, or 'digits' (graphs: {hint})"
             )
         try:
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("one array, not several by name")
-            with archive:
+            with file.open("rb") as handle:
+                archive = np.load(handle, allow_pickle=False)
+                if not isinstance(archive, np.lib.npyio.NpzFile):
+                    raise ValueError("one array, not several by name")
                 arrays = {name: archive[name] for name in archive.files}
         except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise LayoutOptError(f"{file} is not an .npz of arrays ({error})") from error

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from layoutopt.errors import LayoutOptError
+from layoutopt.errors import LayoutError, LayoutOptError
 from layoutopt.files import write_atomic
 from layoutopt.layout import Layout, Mode
 
@@ -152,8 +152,11 @@ def decode(data: bytes, where: str = "plan") -> Plan:
     try:
         version = msgspec.json.decode(data, type=_Header).version
         if version == PLAN_VERSION:
-            return msgspec.json.decode(data, type=Plan)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            plan = msgspec.json.decode(data, type=Plan)
+            for doc in (doc for docs in plan.layouts.values() for doc in docs):
+                doc.layout()
+            return plan
+    except (msgspec.DecodeError, UnicodeDecodeError, LayoutError) as error:
         raise LayoutOptError(f"{where} is no plan or is damaged ({error}): write one with `layoutopt plan`") from error
     raise LayoutOptError(f"{where} has plan format {version}; this layoutopt reads {PLAN_VERSION}: plan the graph anew")
 

@@ -14,7 +14,7 @@ from layoutopt.graph import TrainingGraph
 
 __all__ = ["USER_MODULE", "refused", "small_device", "text_checkpoint", "write_samples", "write_text"]
 
-USER_MODULE = '''
+USER_MODULE = """
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -60,14 +60,14 @@ def fourier():
 def sorting():
     class Sorting(Net):
         def forward(self, x):
-            return self.b(torch.cumsum(self.a(x), 1))
+            return self.b(torch.sort(self.a(x), 1).values)
 
     return Sorting(), batch(), loss
 
 
 def nothing():
     return 3
-'''
+"""
 WORDS = ("free", "prize", "win", "call", "hello", "mum", "home", "lunch")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -78,7 +79,7 @@ def test_every_sample_counts_once_an_epoch(count: int) -> None:
     assert len(executor.fed) == 2 * per_epoch
     for epoch in (0, 1):
         batches = executor.samples()[epoch * per_epoch : (epoch + 1) * per_epoch]
-        assert sorted(sum(batches, [])) == list(range(count))
+        assert sorted(i for batch in batches for i in batch) == list(range(count))
     assert all(f["x"].shape == (4, CLASSES) for f in executor.fed)
 
 
@@ -140,7 +141,7 @@ def test_warm_up_and_cosine() -> None:
     assert rates[6] == pytest.approx(1.0)  # half way from step 4 to step 10
     assert rates[9] == pytest.approx(0.0, abs=1e-12)
     assert rates[10] == pytest.approx(0.0, abs=1e-12)  # beyond the end it stays
-    assert all(a > b for a, b in zip(rates[3:9], rates[4:10], strict=True))
+    assert all(a > b for a, b in pairwise(rates[3:10]))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
