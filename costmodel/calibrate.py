@@ -23,7 +23,7 @@ from costmodel.microbench import probes
 from costmodel.model import CostModel, spec_text
 from costmodel.pool import Candidate, pool_of
 from costmodel.rounds import settled_ns
-from costmodel.runner import Bench, Prepared
+from costmodel.runner import ARENA_BYTES, Bench, Prepared
 from kernels.spec import Kernel
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
@@ -38,6 +38,7 @@ HELD_OUT_SHARE = 0.2
 BATCH = 40
 TOGETHER = 10
 """Kernels compiled as one program: the compiler starts once, and time is looked at in between."""
+SMALLEST_ARENA_BYTES = 4 << 20
 BATCH_ROUNDS = 2
 """Rounds over a batch once it is prepared; rounds over all kernels so far follow in between and at the end."""
 MOST_ROUNDS = 15
@@ -109,7 +110,7 @@ def calibrate(
         graphs=tuple(dict.fromkeys([*model.graphs, *(g.hash for g in graphs)])),
     )
     tell("listing kernels")
-    bench = Bench(runtime, seed=seed)
+    bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)
     costs = CostModel(model)
     pool = pool_of(graphs, runtime.limits, costs.machine, seed, lambda: spent() > SHARE_POOL, bench.fits)
     session = _Session(bench, seed, known)
@@ -147,6 +148,22 @@ def calibrate(
             break
         session.round()
     return _finish(model, session.records(), session.refused, time.monotonic() - begin)
+
+
+def _arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
+    """Size of each of the two arenas that kernels are timed over, so that together they are as large as a step.
+
+    A step that fits in a cache finds its operands there; the same kernels over far more memory would be judged by misses
+    that the step does not have.
+    """
+    if not graphs:
+        return ARENA_BYTES
+    step_bytes = max(sum(t.size_elems * t.item_bytes for t in graph.tensors.values()) for graph in graphs)
+    largest_op = max(
+        sum(graph.tensors[o.tensor].size_elems * 4 for o in op.operands) for graph in graphs for op in graph.ops
+    )
+    # Padded layouts and workspaces take more than the tensors: half as much again for the largest op.
+    return min(max(step_bytes // 2, largest_op * 3 // 2, SMALLEST_ARENA_BYTES), ARENA_BYTES)
 
 
 class _Session:
