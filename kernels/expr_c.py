@@ -17,8 +17,9 @@ from layoutopt.graph import Expr
 __all__ = ["expr_flops", "expr_function", "needs_math", "used_inputs"]
 
 _FLOPS = {"exp": 10, "log": 10, "tanh": 20, "erf": 20, "pow": 30, "div": 4, "recip": 4, "sqrt": 4, "rsqrt": 4}
-_REAL = {"exp", "log", "sqrt", "tanh", "erf", "rsqrt"}
-_OWN = {"exp", "tanh", "erf"}
+_FLOPS |= {"sin": 20, "cos": 20, "rand": 20}
+_REAL = {"exp", "log", "sqrt", "tanh", "erf", "rsqrt", "sin", "cos"}
+_OWN = {"exp", "tanh", "erf", "rand"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _TYPE_OF = {"float32": "f", "int32": "i", "bool": "b"}
@@ -55,7 +56,7 @@ def expr_function(name: str, expr: Expr, inputs: tuple[str, ...], outputs: tuple
         outputs: dtype per output.
         width: vector width, 1 for scalars. Bools are passed as uchar vectors, as they are stored.
 
-    exp, tanh and erf are those of ``cl/math.cl``, which must stand before the function if ``needs_math`` says so.
+    exp, tanh, erf and rand are those of ``cl/math.cl``, which must stand before the function if ``needs_math`` says so.
 
     Raises:
         GraphError: an operation that is not known.
@@ -132,6 +133,9 @@ class _Writer:
         if op in _REAL:
             name = op + ("_v" if self.suffix else "_s") if op in _OWN else op
             return "f", f"{name}({self._to('f', args[0])})"
+        if op == "rand":
+            whole = ", ".join(self._to("i", a) for a in args)
+            return "f", f"rand_{'v' if self.suffix else 's'}({whole})"
         if op == "recip":
             return "f", f"({self._vector('float')}1.0f / {self._to('f', args[0])})"
         if op == "not":

@@ -28,7 +28,6 @@ class Out(NamedTuple):
 
 
 _RULES: dict[str, Callable[..., Any]] = {}
-_DROPOUT = ("aten.native_dropout", "aten.dropout", "aten.bernoulli", "aten.rand_like", "aten.rand.")
 _ATEN_TYPES = {"float32": np.float32, "int32": np.int32, "bool": np.bool_}
 
 
@@ -53,11 +52,8 @@ def translate(b: GraphBuilder, target: str, out: Any, args: Sequence[Any], kwarg
         kwargs: keyword arguments.
 
     Raises:
-        GraphError: the op, or this use of it, is not known; the message says where it came from.
+        GraphError: the op, or this use of it, is not known.
     """
-    where = f"{target} on {describe_args(args)} in {b.context.source or 'the model'}"
-    if target.startswith(_DROPOUT):
-        raise GraphError(f"{where}: dropout is not supported yet, set every dropout probability to 0")
     try:
         for table, cast in ((POINTWISE, "out"), (LOGIC, "bool"), (COMPARE, "common")):
             if target in table:
@@ -66,10 +62,8 @@ def translate(b: GraphBuilder, target: str, out: Any, args: Sequence[Any], kwarg
         if rule is None:
             raise GraphError("this operation is not known to layoutopt; write the model without it or report it")
         return rule(b, out, *args, **kwargs)
-    except GraphError as error:
-        raise GraphError(f"{where}: {error}") from error
     except TypeError as error:
-        raise GraphError(f"{where}: used with arguments that layoutopt does not know ({error})") from error
+        raise GraphError(f"used with arguments that layoutopt does not know ({error})") from error
 
 
 def describe_args(args: Sequence[Any]) -> str:
@@ -132,7 +126,8 @@ def cast(b: GraphBuilder, x: Arg, dtype: str) -> Arg:
     if x.dtype == dtype:
         return x
     if isinstance(x, Const):
-        return constant(x.array.astype(_ATEN_TYPES[dtype]))
+        make = None if x.make is None else lambda: b.materialise(cast(b, b.materialise(x), dtype))
+        return Const(constant(x.array.astype(_ATEN_TYPES[dtype])).array, make)
     prog = Prog()
     return b.pointwise(prog, _cast(prog, ("x", 0), x.dtype, dtype), [x], x.shape, dtype)
 
@@ -166,6 +161,11 @@ def _where(b: GraphBuilder, out: Out, condition: Arg, yes: Any, no: Any) -> Valu
 @register("alias.default", "detach.default", "clone.default", "contiguous.default", "lift_fresh_copy.default")
 def _identity(b: GraphBuilder, out: Out, x: Arg, **_: Any) -> Arg:
     return x
+
+
+@register("copy.default")
+def _copy(b: GraphBuilder, out: Out, x: Arg, source: Arg, *_: Any) -> Value:
+    return b.expand(b.materialise(cast(b, source, out.dtype)), out.shape)
 
 
 @register("view.default", "_unsafe_view.default", "reshape.default", "squeeze.dim", "squeeze.dims", "squeeze.default")
@@ -253,12 +253,19 @@ def _select_backward(b: GraphBuilder, out: Out, dy: Arg, sizes: Any, axis: int, 
 def _slice_backward(
     b: GraphBuilder, out: Out, dy: Arg, sizes: Any, axis: int, start: int, stop: int, step: int
 ) -> Value:
-    if step != 1:
-        raise GraphError(f"the gradient of a slice with step {step} is not supported: use step 1")
     axis %= len(out.shape)
     if dy.shape == out.shape:
         return b.materialise(dy)
-    return b.concat([dy], [bounds(out.shape[axis], start, stop)[0]], axis, out.shape)
+    first = bounds(out.shape[axis], start, stop)[0]
+    if step != 1:
+        # Each element takes the first of ``step`` places; then the whole is put where it began.
+        before, n, after = out.shape[:axis], dy.shape[axis], out.shape[axis + 1 :]
+        part = b.reshape(b.materialise(dy), (*before, n, 1, *after))
+        spread = b.reshape(b.concat([part], [0], axis + 1, (*before, n, step, *after)), (*before, n * step, *after))
+        dy = b.slice(spread, axis, 0, min(n * step, out.shape[axis] - first))
+        if dy.shape == out.shape:
+            return dy
+    return b.concat([dy], [first], axis, out.shape)
 
 
 def _scatter(b: GraphBuilder, out: Out, x: Arg, part: Arg, axis: int, start: int) -> Value:
@@ -293,15 +300,22 @@ def _select_scatter(b: GraphBuilder, out: Out, x: Arg, part: Arg, axis: int, ind
 @register("constant_pad_nd.default")
 def _pad(b: GraphBuilder, out: Out, x: Arg, pads: Sequence[int], value: float = 0.0) -> Value:
     result = b.materialise(x)
-    if value != 0:
-        raise GraphError(f"padding with {value} is not supported: pad with 0")
     for i in range(len(pads) // 2):
         axis, before, after = len(x.shape) - 1 - i, pads[2 * i], pads[2 * i + 1]
         n = result.shape[axis]
         result = b.slice(result, axis, max(0, -before), n - max(0, -after))
         if before > 0 or after > 0:
-            n = result.shape[axis] + max(0, before) + max(0, after)
-            result = b.concat([result], [max(0, before)], axis, (*result.shape[:axis], n, *result.shape[axis + 1 :]))
+            inner, first = result.shape[axis], max(0, before)
+            n = inner + first + max(0, after)
+            parts: list[tuple[int, Arg]] = [(first, result)]
+            for start, stop in ((0, first), (first + inner, n)) if value != 0 else ():
+                if stop > start:
+                    shape = (*result.shape[:axis], stop - start, *result.shape[axis + 1 :])
+                    fill = np.asarray(value).astype(_ATEN_TYPES[out.dtype])
+                    parts.append((start, Const(np.broadcast_to(fill, shape))))
+            parts.sort(key=lambda part: part[0])
+            whole = (*result.shape[:axis], n, *result.shape[axis + 1 :])
+            result = b.concat([p for _, p in parts], [s for s, _ in parts], axis, whole)
     return result
 
 
@@ -311,6 +325,8 @@ def _pad(b: GraphBuilder, out: Out, x: Arg, pads: Sequence[int], value: float = 
 @register("mm.default")
 def _mm(b: GraphBuilder, out: Out, x: Arg, y: Arg, alpha: float = 1.0) -> Value:
     (m, k), n = x.shape, y.shape[1]
+    if k == 1 and alpha == 1:
+        return _pointwise(b, POINTWISE["aten.mul.Tensor"], out, [x, y], {}, "out")
     return b.contract(
         b.operand(x, ("reshape", (1, m, k))), b.operand(y, ("reshape", (1, k, n))), out.shape, (1, m, n), alpha
     )
@@ -318,6 +334,8 @@ def _mm(b: GraphBuilder, out: Out, x: Arg, y: Arg, alpha: float = 1.0) -> Value:
 
 @register("bmm.default")
 def _bmm(b: GraphBuilder, out: Out, x: Arg, y: Arg, alpha: float = 1.0) -> Value:
+    if x.shape[2] == 1 and alpha == 1:
+        return _pointwise(b, POINTWISE["aten.mul.Tensor"], out, [x, y], {}, "out")
     return b.contract(b.operand(x), b.operand(y), out.shape, out.shape, alpha)
 
 

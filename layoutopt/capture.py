@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layoutopt.capture_build import GraphBuilder
+from layoutopt.capture_open import OPENED
 from layoutopt.capture_translate import Joint, graph_dtype, translate_joint
 from layoutopt.errors import GraphError
 from layoutopt.graph import TrainingGraph
@@ -236,44 +237,16 @@ class _Sourced(torch.fx.Interpreter):
 
 
 def _annotate(graph: torch.fx.Graph, top: str) -> None:
-    """Write each node's module path where tracing carries it along, and open attention up into matrix products."""
+    """Write each node's module path where tracing carries it along, and open some operations up."""
     for node in graph.nodes:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path = str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
         node.meta["custom"] = {"source": path or top}
-        if str(node.target) == "aten.scaled_dot_product_attention.default":
-            node.target = _attention
+        if str(node.target) in OPENED:
+            node.target = OPENED[str(node.target)]
         elif str(node.target) == "aten.view.default":
             # The products above leave other strides than torch's fused attention, under which this was a view.
             node.target = torch.ops.aten.reshape.default
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Scaled dot-product attention as matrix products and a softmax (a wholly masked row attends evenly)."""
-    if dropout_p > 0:
-        raise GraphError(
-            f"attention with dropout {dropout_p}: dropout is not supported yet, set attention dropout to 0"
-        )
-    if enable_gqa:
-        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
-    if is_causal:
-        attn_mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
-    scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, torch.finfo(torch.float32).min)
-        scores = scores + attn_mask
-    return scores.softmax(-1) @ v
 
 
 @contextmanager

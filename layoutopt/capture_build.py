@@ -8,7 +8,7 @@ over the axes along which its inputs really differ. Equal ops on equal inputs ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -24,6 +24,10 @@ __all__ = ["Const", "Context", "GraphBuilder", "Prog", "Shape", "Value"]
 
 Shape = tuple[int, ...]
 
+LARGEST_STORED_ELEMS = 4096
+"""Known values of more elements than this are calculated by the graph rather than kept in its file, where they can be:
+a causal mask is a comparison of two counts."""
+
 
 @dataclass(frozen=True)
 class Value:
@@ -38,9 +42,15 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Const:
-    """A value known at capture: float32, int32 or bool (a broadcast array where all elements are equal)."""
+    """A value known at capture: float32, int32 or bool (a broadcast array where all elements are equal).
+
+    Attributes:
+        array: the value.
+        make: writes the ops that calculate it, for a value too large to keep; None where there is no way.
+    """
 
     array: np.ndarray
+    make: Callable[[], Value] | None = None
 
     @property
     def shape(self) -> Shape:
@@ -96,6 +106,8 @@ class GraphBuilder:
     ops: list[Op] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
     context: Context = field(default_factory=Context)
+    streams: int = 0
+    """Random tensors written so far."""
     _memo: dict[Any, Any] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
     _renames: dict[str, Tensor] = field(default_factory=dict)
@@ -119,19 +131,24 @@ class GraphBuilder:
         return Value(name, IDENTITY, t.shape, t.shape, t.dtype)
 
     def materialise(self, value: Value | Const) -> Value:
-        """The value, a constant becoming a tensor of role "constant" (one number where all elements are equal)."""
+        """The value; a constant becomes a tensor of role "constant" (without the axes along which it repeats), or is
+        calculated where it is large and can be.
+        """
         if isinstance(value, Value):
             return value
         scalar = value.scalar
-        array = value.array if scalar is None else np.asarray(scalar, value.array.dtype)
+        repeats = [s == 0 and n > 1 for s, n in zip(value.array.strides, value.shape, strict=True)]
+        core = value.array[tuple(slice(0, 1) if r else slice(None) for r in repeats)]
+        array = core if scalar is None else np.asarray(scalar, value.array.dtype)
+        if array.size > LARGEST_STORED_ELEMS and value.make is not None:
+            return value.make()
         key = ("const", array.dtype.str, array.shape, array.tobytes())
         if key not in self._memo:
             name = f"const_{len(self.constants)}"
             self.tensor(name, array.shape, value.dtype, "constant")
             self.constants[name] = array.tolist()
             self._memo[key] = name
-        stored = self.whole(self._memo[key])
-        return stored if scalar is None else self.expand(stored, value.shape)
+        return self.expand(self.whole(self._memo[key]), value.shape)
 
     # ---- views ----------------------------------------------------------------------------------------------------
 

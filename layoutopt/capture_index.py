@@ -1,4 +1,4 @@
-"""Lookups, indexing and convolution over patches: ATen ops whose index arithmetic mostly vanishes at capture.
+"""Lookups and indexing: ATen ops whose index arithmetic mostly vanishes at capture.
 
 Models index with ranges that are known when they are traced (positions, masks of positions). Such an index is a slice
 and a broadcast in disguise, and becomes a view; its gradient becomes sums and a placement. Only indices that change
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layoutopt.aten import Out, constant, register, translate
-from layoutopt.capture_build import Const, GraphBuilder, Shape, Value
+from layoutopt.aten import Out, constant, register
+from layoutopt.capture_build import Const, GraphBuilder, Prog, Shape, Value
 from layoutopt.errors import GraphError
 
 __all__ = ["Progression", "progression"]
@@ -121,14 +121,14 @@ def _index(b: GraphBuilder, out: Out, x: Arg, indices: Sequence[Arg | None]) -> 
         seen = _index_view(b, b.materialise(x), {i: indices[i].array for i in at}, out.shape)  # type: ignore[union-attr]
         if seen is not None:
             return seen
-    ids, extent = _linear(x.shape, indices)
+    ids, extent = _linear(b, x.shape, indices)
     table = b.operand(x, ("reshape", (extent, prod(x.shape[len(at) :]))))
     if x.dtype != "float32":
         raise GraphError(f"a lookup in a table of {x.dtype} is not supported: only float32 tables are gathered")
     return _gather(b, table, ids, out.shape, prod(x.shape[len(at) :]))
 
 
-def _linear(shape: Shape, indices: Sequence[Arg | None]) -> tuple[Arg, int]:
+def _linear(b: GraphBuilder, shape: Shape, indices: Sequence[Arg | None]) -> tuple[Arg, int]:
     """One index into the merged leading axes, and their merged extent."""
     given = [i for i in indices if i is not None]
     if any(i is None for i in indices[: len(given)]):
@@ -138,10 +138,16 @@ def _linear(shape: Shape, indices: Sequence[Arg | None]) -> tuple[Arg, int]:
     extent = prod(shape[: len(given)])
     if len(given) == 1 and isinstance(given[0], Value):
         return given[0], extent
-    arrays = [_inside(i.array, n) for i, n in zip(given, shape, strict=False) if isinstance(i, Const)]
-    if len(arrays) != len(given):
-        raise GraphError("several indices of which one changes with the batch are not supported: index one axis")
-    return constant(np.ravel_multi_index(np.broadcast_arrays(*arrays), shape[: len(given)])), extent
+    if all(isinstance(i, Const) for i in given):
+        arrays = [_inside(i.array, n) for i, n in zip(given, shape, strict=False) if isinstance(i, Const)]
+        return constant(np.ravel_multi_index(np.broadcast_arrays(*arrays), shape[: len(given)])), extent
+    common = np.broadcast_shapes(*(i.shape for i in given))
+    p = Prog()
+    total: tuple[str, Any] = ("c", 0)
+    for at, n in enumerate(shape[: len(given)]):
+        index = p("where", p("lt", ("x", at), ("c", 0)), p("add", ("x", at), ("c", n)), ("x", at))
+        total = index if at == 0 else p("add", p("mul", total, ("c", n)), index)
+    return b.pointwise(p, total, [b.materialise(i) for i in given], common, "int32"), extent
 
 
 def _index_view(b: GraphBuilder, x: Value, indices: dict[int, np.ndarray], shape: Shape) -> Value | None:
@@ -174,113 +180,24 @@ def _index_view(b: GraphBuilder, x: Value, indices: dict[int, np.ndarray], shape
     return b.expand(b.reshape(x, (*x.shape[: len(before)], *middle, *x.shape[len(before) + len(indexed) :])), shape)
 
 
+@register("index_select.default")
+def _index_select(b: GraphBuilder, out: Out, x: Arg, axis: int, index: Arg) -> Value:
+    axis %= max(1, len(x.shape))
+    order = [axis, *(a for a in range(len(x.shape)) if a != axis)]
+    front = b.permute(b.materialise(x), order)
+    rows = tuple(out.shape[a] for a in order)
+    picked = _index(b, Out(rows, out.dtype), front, [index])
+    return b.permute(picked, [order.index(a) for a in range(len(order))])
+
+
 @register("index_put.default", "_unsafe_index_put.default")
 def _index_put(
     b: GraphBuilder, out: Out, x: Arg, indices: Sequence[Arg | None], values: Arg, accumulate: bool = False
 ) -> Value:
     if not (accumulate and isinstance(x, Const) and x.scalar == 0):
         raise GraphError("index assignment is only supported where it adds into zeros, as gradients do")
-    ids, extent = _linear(x.shape, indices)
+    ids, extent = _linear(b, x.shape, indices)
     rest = out.shape[sum(i is not None for i in indices) :]
     values = b.expand(b.materialise(values), (*ids.shape, *rest))
     total = _accumulate(b, (extent, *rest), values, ids)
     return b.reshape(total, out.shape)
-
-
-# ---- convolution over patches ---------------------------------------------------------------------------------------
-
-
-class _Patches(NamedTuple):
-    """A convolution whose kernel is as wide as its stride: each input element is in one patch."""
-
-    batch: int
-    channels: int
-    filters: int
-    grid: Shape
-    size: Shape
-
-    @property
-    def rows(self) -> int:
-        return self.batch * prod(self.grid)
-
-    @property
-    def cols(self) -> int:
-        return self.channels * prod(self.size)
-
-
-def _patches(x: Shape, w: Shape, stride: Any, padding: Any, dilation: Any, transposed: bool, groups: int) -> _Patches:
-    size = w[2:]
-    plain = not transposed and groups == 1 and not any(padding) and all(d == 1 for d in dilation)
-    if not plain or tuple(stride) != tuple(size) or any(n % s for n, s in zip(x[2:], size, strict=True)):
-        raise GraphError(
-            f"a convolution with kernel {list(size)}, stride {list(stride)}, padding {list(padding)}, groups {groups}: "
-            "only patch embeddings are supported (stride equal to the kernel, no padding, no groups, and patches that "
-            "tile the image)"
-        )
-    return _Patches(x[0], x[1], w[0], tuple(n // s for n, s in zip(x[2:], size, strict=True)), tuple(size))
-
-
-def _columns(b: GraphBuilder, x: Value, p: _Patches) -> Value:
-    """The image as [patches, elements of a patch]."""
-    d = len(p.size)
-    x = b.reshape(x, (p.batch, p.channels, *(n for pair in zip(p.grid, p.size, strict=True) for n in pair)))
-    order = [0, *(2 + 2 * i for i in range(d)), 1, *(3 + 2 * i for i in range(d))]
-    return b.reshape(b.permute(x, order), (p.rows, p.cols))
-
-
-@register("convolution.default")
-def _convolution(
-    b: GraphBuilder,
-    out: Out,
-    x: Arg,
-    w: Arg,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-) -> Value:
-    p = _patches(x.shape, w.shape, stride, padding, dilation, transposed, groups)
-    columns = _columns(b, b.materialise(x), p)
-    filters = b.permute(b.reshape(b.materialise(w), (p.filters, p.cols)), (1, 0))
-    flat = Out((p.rows, p.filters), "float32")
-    args = [columns, filters] if bias is None else [bias, columns, filters]
-    y: Value = translate(b, f"aten.{'mm' if bias is None else 'addmm'}.default", flat, args, {})
-    d = len(p.grid)
-    return b.permute(b.reshape(y, (p.batch, *p.grid, p.filters)), (0, d + 1, *range(1, d + 1)))
-
-
-@register("convolution_backward.default")
-def _convolution_backward(
-    b: GraphBuilder,
-    out: Any,
-    dy: Arg,
-    x: Arg,
-    w: Arg,
-    bias_sizes: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    transposed: bool,
-    output_padding: Any,
-    groups: int,
-    mask: Sequence[bool],
-) -> tuple[Value | None, ...]:
-    p = _patches(x.shape, w.shape, stride, padding, dilation, transposed, groups)
-    d = len(p.grid)
-    rows = b.reshape(b.permute(b.materialise(dy), (0, *range(2, 2 + d), 1)), (p.rows, p.filters))
-    dx = dw = dbias = None
-    if mask[0]:
-        filters = b.reshape(b.materialise(w), (p.filters, p.cols))
-        columns = translate(b, "aten.mm.default", Out((p.rows, p.cols), "float32"), [rows, filters], {})
-        split = b.reshape(columns, (p.batch, *p.grid, p.channels, *p.size))
-        order = [0, d + 1, *(a for i in range(d) for a in (1 + i, d + 2 + i))]
-        dx = b.reshape(b.permute(split, order), x.shape)
-    if mask[1]:
-        args = [b.permute(rows, (1, 0)), _columns(b, b.materialise(x), p)]
-        dw = b.reshape(translate(b, "aten.mm.default", Out((p.filters, p.cols), "float32"), args, {}), w.shape)
-    if mask[2]:
-        dbias = b.reduce("sum", rows, (0,))
-    return dx, dw, dbias

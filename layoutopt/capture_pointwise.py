@@ -156,7 +156,10 @@ POINTWISE: dict[str, Callable[..., Ref]] = {
     "aten.rsub.Scalar": lambda p, a, b, alpha=1: p("sub", b, a if alpha == 1 else p("mul", a, _c(alpha))),
     **{f"aten.pow.Tensor_{kind}": _pow for kind in ("Scalar", "Tensor")},
     "aten.pow.Scalar": _pow,
-    **{f"aten.{op}.default": _simple(op) for op in ("neg", "exp", "log", "sqrt", "rsqrt", "tanh", "erf", "abs")},
+    **{
+        f"aten.{op}.default": _simple(op)
+        for op in ("neg", "exp", "log", "sqrt", "rsqrt", "tanh", "erf", "abs", "sin", "cos")
+    },
     "aten.reciprocal.default": _simple("recip"),
     "aten.log1p.default": lambda p, x: p("log", p("add", _c(1.0), x)),
     "aten.square.default": lambda p, x: p("mul", x, x),

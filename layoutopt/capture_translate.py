@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from layoutopt import aten, capture_index, capture_rows  # noqa: F401  (the last two register their rules)
-from layoutopt.capture_build import Context, GraphBuilder
+from layoutopt import aten, capture_conv, capture_index, capture_random, capture_rows  # noqa: F401  (they register)
+from layoutopt.capture_build import Const, Context, GraphBuilder, Value
 from layoutopt.errors import GraphError
 from layoutopt.graph import Phase
 
 __all__ = ["Joint", "graph_dtype", "translate_joint"]
 
+_MOST_PLACES = 3
 _DTYPES = {"float32": "float32", "int64": "int32", "int32": "int32", "int16": "int32", "uint8": "int32", "bool": "bool"}
 
 
@@ -68,6 +69,7 @@ def translate_joint(
     phases = _phases(results[:split])
     env: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
+    walk = _Walk(b, env, known, phases)
     for i, node in enumerate(n for n in nodes if n.op == "placeholder"):
         if i in joint.inputs:
             name, like = joint.inputs[i], node.meta["val"]
@@ -84,19 +86,19 @@ def translate_joint(
         if node.op == "get_attr" and node in needed:
             known[node] = getattr(joint.graph.owning_module, str(node.target))
         elif node.op == "call_function" and node in needed:
-            source = (node.meta.get("custom") or {}).get("source", "")
-            b.context = Context(node.name, phases.get(node, "backward"), source)
+            b.context = walk.context(node)
             if not fold(node, known):
-                env[node] = _call(b, node, env, known)
+                env[node] = walk.call(node)
+    walk.check()
     for name, result in zip(["loss", *joint.outputs], results[:split], strict=True):
         b.context = Context(name, phases[result], name)
-        b.name(_value(result, env, known), name, "output")
+        b.name(walk.value(result), name, "output")
     gradients: dict[str, str | None] = {}
     for parameter, result in zip(joint.trainable, results[split:], strict=True):
         b.context = Context(f"grad:{parameter}", "backward", parameter.rpartition(".")[0])
         gradients[parameter] = None if result is None else f"grad:{parameter}"
         if result is not None:
-            b.name(_value(result, env, known), f"grad:{parameter}", "gradient", parameter)
+            b.name(walk.value(result), f"grad:{parameter}", "gradient", parameter)
     b.finish()
     return gradients
 
@@ -113,26 +115,104 @@ def graph_dtype(tensor: Any, what: str) -> str:
     return _DTYPES[name]
 
 
-def _call(b: GraphBuilder, node: Any, env: dict[Any, Any], known: dict[Any, Any]) -> Any:
-    if node.target is operator.getitem:
-        return env[node.args[0]][node.args[1]]
-    target, val = str(node.target), node.meta["val"]
-    args = [_mapped(a, env, known) for a in node.args]
-    kwargs = {k: _mapped(a, env, known) for k, a in node.kwargs.items()}
-    what = f"a result of {target} in {b.context.source}"
-    many = isinstance(val, (tuple, list))
-    outs = [None if v is None else aten.Out(tuple(v.shape), graph_dtype(v, what)) for v in (val if many else [val])]
-    return aten.translate(b, target, outs if many else outs[0], args, kwargs)
+class _Walk:
+    """What is known of each node on the way: its value in the graph, or its number."""
 
+    def __init__(
+        self, b: GraphBuilder, env: dict[Any, Any], known: dict[Any, Any], phases: Mapping[Any, Phase]
+    ) -> None:
+        self.b, self.env, self.known, self.phases = b, env, known, phases
+        self.made: dict[Any, Value] = {}
+        self.refused: dict[tuple[str, str], list[tuple[str, Context]]] = {}
 
-def _mapped(arg: Any, env: Mapping[Any, Any], known: Mapping[Any, Any]) -> Any:
-    if isinstance(arg, (tuple, list)):
-        return [_mapped(a, env, known) for a in arg]
-    return _value(arg, env, known) if hasattr(arg, "all_input_nodes") else arg
+    def context(self, node: Any) -> Context:
+        """Where a node came from."""
+        source = (node.meta.get("custom") or {}).get("source", "")
+        return Context(node.name, self.phases.get(node, "backward"), source)
 
+    def call(self, node: Any) -> Any:
+        """The value of a call; where it is not supported that is noted, and a stand-in given."""
+        if node.target is operator.getitem:
+            return self.env[node.args[0]][node.args[1]]
+        try:
+            return self.translated(node)
+        except GraphError as error:
+            shapes = aten.describe_args([self.mapped(a) for a in node.args])
+            self.refused.setdefault((str(node.target), str(error)), []).append((shapes, self.b.context))
+            val = node.meta["val"]
+            return (
+                [self._stand_in(node, v) for v in val] if isinstance(val, (tuple, list)) else self._stand_in(node, val)
+            )
 
-def _value(node: Any, env: Mapping[Any, Any], known: Mapping[Any, Any]) -> Any:
-    return aten.constant(known[node].numpy()) if node in known else env[node]
+    def translated(self, node: Any) -> Any:
+        """The ops of a call."""
+        target, val = str(node.target), node.meta["val"]
+        args = [self.mapped(a) for a in node.args]
+        kwargs = {k: self.mapped(a) for k, a in node.kwargs.items()}
+        many = isinstance(val, (tuple, list))
+        outs = [
+            None if v is None else aten.Out(tuple(v.shape), graph_dtype(v, "the result"))
+            for v in (val if many else [val])
+        ]
+        return aten.translate(self.b, target, outs if many else outs[0], args, kwargs)
+
+    def mapped(self, arg: Any) -> Any:
+        """An argument with its nodes replaced by their values."""
+        if isinstance(arg, (tuple, list)):
+            return [self.mapped(a) for a in arg]
+        return self.value(arg) if hasattr(arg, "all_input_nodes") else arg
+
+    def value(self, node: Any) -> Value | Const:
+        """The value of a node; what is known is a constant that can also be calculated."""
+        if node not in self.known:
+            return self.env[node]
+        found = aten.constant(self.known[node].numpy())
+        calculated = node.op == "call_function" and node.target is not operator.getitem
+        return Const(found.array, lambda: self._make(node, found)) if calculated else found
+
+    def _make(self, node: Any, found: Const) -> Value:
+        """Ops that calculate what is known, so that the graph's file need not hold it; the constant where none can."""
+        if node not in self.made:
+            before, self.b.context = self.b.context, self.context(node)
+            try:
+                self.made[node] = self.b.materialise(self.translated(node))
+            except GraphError:
+                self.made[node] = self.b.materialise(found)
+            self.b.context = before
+        return self.made[node]
+
+    def _stand_in(self, node: Any, val: Any) -> Value | None:
+        if val is None:
+            return None
+        dtype = _DTYPES.get(str(val.dtype).removeprefix("torch."), "float32")
+        name = f"unsupported {node.name}"
+        while name in self.b.tensors:
+            name += "+"
+        return self.b.tensor(name, tuple(val.shape), dtype)
+
+    def check(self) -> None:
+        """Refuse the step, if any of it was.
+
+        Raises:
+            GraphError: with all that is not supported, how often it occurs and where.
+        """
+        lines = []
+        # The gradient of what is refused is no news.
+        told = {c.source for uses in self.refused.values() for _, c in uses if c.phase != "backward"}
+        for (target, reason), all_uses in self.refused.items():
+            uses = [(s, c) for s, c in all_uses if c.phase != "backward" or c.source not in told]
+            if not uses:
+                continue
+            places = list(dict.fromkeys(c.source or "the model" for _, c in uses))
+            where = ", ".join(places[:_MOST_PLACES]) + (
+                f" and {len(places) - _MOST_PLACES} more" if places[_MOST_PLACES:] else ""
+            )
+            times = f" ({len(uses)} times)" if len(uses) > 1 else ""
+            lines.append(f"{target} on {uses[0][0]} in {where}{times}: {reason}")
+        if len(lines) == 1:
+            raise GraphError(lines[0])
+        if lines:
+            raise GraphError("\n  ".join([f"{len(lines)} operations of this step are not supported:", *lines]))
 
 
 def _phases(results: Sequence[Any]) -> dict[Any, Phase]:

@@ -44,8 +44,9 @@ outputs alias the parameter and its state.
 
 An *Expr* is a straight-line program: a tuple of instructions, each ``(op, args…)`` where an argument is a reference
 ``["x", i]`` (input i), ``["t", j]`` (instruction j) or ``["c", value]``; ``results`` lists one reference per output.
-Ops: neg exp log sqrt rsqrt recip tanh erf abs not float int bool; add sub mul div max min pow eq ne lt le gt ge and or;
-where(cond, a, b). Comparisons and logic give bool, everything else float unless its inputs are all int.
+Ops: neg exp log sqrt rsqrt recip tanh erf sin cos abs not float int bool; add sub mul div max min pow eq ne lt le gt
+ge and or; where(cond, a, b); rand(seed, stream, index) of ints, a uniform number in [0, 1). Comparisons and logic give
+bool, everything else float unless its inputs are all int.
 """
 
 from __future__ import annotations

@@ -300,6 +300,68 @@ CASES: dict[str, tuple[Any, tuple[torch.Tensor, ...], list[tuple[int, ...]]]] = 
         (X,),
         [(2, 1, 2, 1), (3, 2, 2, 2)],
     ),
+    "cumulative sums": (lambda x, a: (x * a).cumsum(1) + (x > 0).cumsum(-1), (X,), [(6,)]),
+    "padding with a value": (lambda x, a: F.pad(x * a, (2, 1, 1, 0), value=-2.5), (X,), [(6,)]),
+    "padding whole numbers": (lambda i, a: F.embedding(F.pad(i, (0, 1), value=5), a), (IDS,), [(7, 4)]),
+    "sine and cosine": (lambda x, a: torch.sin(x * a) * torch.cos(x + a), (X,), [(6,)]),
+    "argmax": (lambda x, a: a * (x.abs().argmax(-1) - x[:, :, :4].argmax(2)), (X,), [(5,)]),
+    "a row per sample": (lambda x, i, a: (x * a)[torch.arange(3), i], (X, torch.tensor([4, 0, 4])), [(6,)]),
+    "index_select": (lambda x, a: (x * a).index_select(1, torch.tensor([3, 0, 3])), (X,), [(6,)]),
+    "roll": (lambda x, a: (x * a).roll((2, -1), (1, 2)), (X,), [(6,)]),
+    "every second": (lambda x, a: (x * a)[:, 1::2, ::2] * (x + a)[:, ::3, 1::2], (X,), [(6,)]),
+    "triangles": (lambda x, a: (x * a).tril(1) + (x + a).triu(-1), (X,), [(6,)]),
+    "rms norm": (lambda x, a: F.rms_norm(x * a, (6,), a, 1e-3), (X,), [(6,)]),
+    "group norm": (
+        lambda x, a, b: F.group_norm(x.reshape(3, 6, 5) * a[:, None], 3, a, b),
+        (X,),
+        [(6,), (6,)],
+    ),
+    "nearest up-sampling": (lambda x, a: F.interpolate(x[None] * a, scale_factor=(2.0, 3.0)), (X,), [(6,)]),
+    "nearest up-sampling, uneven": (lambda x, a: F.interpolate(x[None] * a, size=(7, 8)), (X,), [(6,)]),
+    "pooling": (
+        lambda x, a: F.adaptive_avg_pool1d(x * a, 3) * F.avg_pool1d(x + a, 2) + (x * a).mean(-1, True),
+        (X,),
+        [(6,)],
+    ),
+    "pixel shuffle": (lambda x, a: F.pixel_shuffle(x.reshape(3, 5, 6)[:, :4] * a, 2), (X,), [(6,)]),
+    "convolution": (
+        lambda x, a, b: F.conv2d(x.reshape(3, 2, 3, 5), a, b, stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
+        (X,),
+        [(4, 2, 3, 2), (4,)],
+    ),
+    "convolution of one axis": (
+        lambda x, a, b: F.conv1d(F.conv1d(x, a, b, padding=1), a[:5], stride=2),
+        (X,),
+        [(5, 5, 3), (5,)],
+    ),
+    "convolution in groups": (
+        lambda x, a: F.conv2d(F.conv2d(x[None, :2], a, padding=1, groups=2), a, padding="same", groups=2),
+        (X,),
+        [(2, 1, 3, 3)],
+    ),
+    "convolution of single points": (lambda x, a: F.conv1d(F.conv1d(x, a), a, stride=2), (X,), [(5, 5, 1)]),
+    "label smoothing": (
+        lambda x, a: F.cross_entropy((x * a).flatten(0, 1), torch.arange(15) % 6, label_smoothing=0.1)[None],
+        (X,),
+        [(6,)],
+    ),
+    "ignored targets": (
+        lambda x, a: F.cross_entropy((x * a).flatten(0, 1), torch.arange(15) % 7 - 1, ignore_index=-1)[None],
+        (X,),
+        [(6,)],
+    ),
+    "weighted classes": (
+        lambda x, a: F.cross_entropy((x * a).flatten(0, 1), torch.arange(15) % 6, weight=torch.linspace(0.2, 1, 6))[
+            None
+        ],
+        (X,),
+        [(6,)],
+    ),
+    "summed loss": (
+        lambda x, a: F.cross_entropy((x * a).flatten(0, 1), torch.arange(15) % 6, reduction="sum")[None],
+        (X,),
+        [(6,)],
+    ),
     "in-place": (lambda x, a: (x * a).add_(1).mul_(a), (X,), [(6,)]),
     "writing into a slice": (
         lambda x, a: torch.slice_scatter(x * a, (x * a)[:, :2] + 1, 1, 2, 4),
@@ -412,7 +474,7 @@ def refuse(module: nn.Module, batch: Any, match: str, **more: Any) -> None:
 def test_unknown_operation_names_itself_its_shapes_and_its_module() -> None:
     class Inner(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cumsum(x, -1)
+            return torch.cumprod(x, -1)
 
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -423,16 +485,14 @@ def test_unknown_operation_names_itself_its_shapes_and_its_module() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.odd(self.first(x))
 
-    refuse(Outer(), (X,), r"aten\.cumsum\.default on float32\[3, 5, 4\] in odd: .*not known", loss=square_loss)
+    refuse(Outer(), (X,), r"aten\.cumprod\.default on float32\[3, 5, 4\] in odd: .*not known", loss=square_loss)
 
 
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        (lambda x, a: F.dropout(x * a, 0.3), "set every dropout probability to 0"),
-        (lambda x, a: F.scaled_dot_product_attention(x * a, x, x, dropout_p=0.1), "set attention dropout to 0"),
-        (lambda x, a: F.conv1d(x * a, torch.ones(2, 5, 3), padding=1), "only patch embeddings"),
-        (lambda x, a: F.pad(x * a, (1, 1), value=2.0), "pad with 0"),
+        (lambda x, a: F.conv_transpose1d(x * a, torch.ones(5, 2, 3)), "up-sample, then convolve"),
+        (lambda x, a: F.conv3d((x * a)[None, None], torch.ones(1, 1, 2, 2, 2)), "only 1 or 2"),
         (lambda x, a: (x * a).double().sum(-1), "float64"),
     ],
 )

@@ -4,10 +4,12 @@
 // to infinity and underflow gradually. Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits. erf, tanh:
 // the rational approximations of XLA and Eigen. NaN stays NaN: clamps compare, and comparisons with NaN are false.
 // Operators only: PoCL 3.0 does not inline even fmax, select or rint.
-// MATH(float16, int16, _v) defines exp_v, erf_v and tanh_v.
+// rand(seed, stream, index): uniform in [0, 1), a hash of its arguments; see random_uniform in layoutopt/expr.py, which
+// gives the same bits.
+// MATH(float16, int16, _v) defines exp_v, erf_v, tanh_v and rand_v.
 
 #define CLAMPED(x, bound) ((x) < -(bound) ? -(bound) : (x) > (bound) ? (bound) : (x))
-#define MATH(F, I, S) \
+#define MATH(F, I, U, S) \
 static F exp##S(F x) \
 { \
     x = x < (F)(-110.0f) ? (F)(-110.0f) : x > (F)(89.5f) ? (F)(89.5f) : x; \
@@ -52,14 +54,30 @@ static F tanh##S(F x) \
     q = q * w + 2.26843463243900e-03f; \
     q = q * w + 4.89352518554385e-03f; \
     return (x < (F)(4.0e-4f) & x > (F)(-4.0e-4f)) ? x : c * p / q; \
+} \
+static U mix##S(U x) \
+{ \
+    x = (x ^ (x >> 16)) * 0x7FEB352Du; \
+    x = (x ^ (x >> 15)) * 0x846CA68Bu; \
+    return x ^ (x >> 16); \
+} \
+static F rand##S(I seed, I stream, I index) \
+{ \
+    const U s = AS_UINT##S(seed), key = mix##S(s + AS_UINT##S(stream) * 0x9E3779B9u); \
+    const U bits = mix##S(mix##S(AS_UINT##S(index) + key) + mix##S(key ^ s)); \
+    return AS_REAL##S(bits >> 8) * 5.9604644775390625e-8f; \
 }
 #define AS_INT_s(x) as_int(x)
 #define AS_FLOAT_s(x) as_float(x)
-MATH(float, int, _s)
+#define AS_UINT_s(x) as_uint(x)
+#define AS_REAL_s(x) convert_float(x)
+MATH(float, int, uint, _s)
 #if MATH_WIDTH > 1
 #define MATH_CAT_(a, b) a##b
 #define MATH_CAT(a, b) MATH_CAT_(a, b)
 #define AS_INT_v(x) MATH_CAT(as_int, MATH_WIDTH)(x)
 #define AS_FLOAT_v(x) MATH_CAT(as_float, MATH_WIDTH)(x)
-MATH(MATH_CAT(float, MATH_WIDTH), MATH_CAT(int, MATH_WIDTH), _v)
+#define AS_UINT_v(x) MATH_CAT(as_uint, MATH_WIDTH)(x)
+#define AS_REAL_v(x) MATH_CAT(convert_float, MATH_WIDTH)(x)
+MATH(MATH_CAT(float, MATH_WIDTH), MATH_CAT(int, MATH_WIDTH), MATH_CAT(uint, MATH_WIDTH), _v)
 #endif
