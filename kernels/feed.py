@@ -133,7 +133,7 @@ def initial_values(graph: TrainingGraph, seed: int = 0) -> dict[str, np.ndarray]
     Each tensor's numbers depend on ``seed`` and its own name alone.
 
     Raises:
-        GraphError: an ``init`` that is not "zeros", "ones" or "normal:STD".
+        GraphError: an ``init`` that is not "zeros", "ones", "constant:VALUE" or "normal:STD".
     """
     out = {}
     for tensor in graph.by_role("parameter", "state"):
@@ -141,11 +141,15 @@ def initial_values(graph: TrainingGraph, seed: int = 0) -> dict[str, np.ndarray]
         dtype = np.float32 if tensor.dtype == "float32" else np.int32
         if kind in ("zeros", "ones") and not argument:
             out[tensor.name] = np.full(tensor.shape, kind == "ones", dtype)
+        elif kind == "constant" and argument:
+            out[tensor.name] = np.full(tensor.shape, float(argument), dtype)
         elif kind == "normal" and argument:
             rng = np.random.default_rng((seed, zlib.crc32(tensor.name.encode())))
             out[tensor.name] = (rng.standard_normal(tensor.shape) * float(argument)).astype(np.float32)
         elif tensor.init:
-            raise GraphError(f"{tensor.name!r} starts as {tensor.init!r}: expected zeros, ones or normal:STD")
+            raise GraphError(
+                f"{tensor.name!r} starts as {tensor.init!r}: expected zeros, ones, constant:VALUE or normal:STD"
+            )
         elif tensor.role == "state":
             out[tensor.name] = np.zeros(tensor.shape, dtype)
     return out

@@ -100,7 +100,12 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     assert 0.3 < a.std() < 0.7
 
 
+def test_a_constant_start_is_what_capture_writes_for_a_layer_scale() -> None:
+    graph = TrainingGraph("g", {"w": Tensor("w", (2,), role="parameter", init="constant:1e-05")}, [], ("w",))
+    assert initial_values(graph)["w"].tolist() == [np.float32(1e-5)] * 2
+
+
 def test_unknown_init_is_an_error() -> None:
     graph = TrainingGraph("g", {"w": Tensor("w", (2,), role="parameter", init="uniform")}, [], ("w",))
-    with pytest.raises(GraphError, match="'w' starts as 'uniform': expected zeros, ones or normal:STD"):
+    with pytest.raises(GraphError, match="'w' starts as 'uniform': expected zeros, ones, constant:VALUE or normal:STD"):
         initial_values(graph)
