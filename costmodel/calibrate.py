@@ -153,8 +153,8 @@ def calibrate(
 def _arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
     """Size of each of the two arenas that kernels are timed over, so that together they are as large as a step.
 
-    A step that fits in a cache finds its operands there; the same kernels over far more memory would be judged by misses
-    that the step does not have.
+    A step that fits in a cache finds its operands there; the same kernels over far more memory would be judged by
+    misses that the step does not have.
     """
     if not graphs:
         return ARENA_BYTES
