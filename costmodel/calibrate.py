@@ -133,9 +133,12 @@ def calibrate(
         raise DeviceError(
             f"no kernel could be measured on {runtime.info.label} in {budget_s:g} s{refused}: allow more time"
         )
-    while chooser and spent() < 1 - SHARE_LAST:
+    asking = 0.0  # share of the budget that the last question took: planning again must not outlast it
+    while chooser and spent() + asking < 1 - SHARE_LAST:
         tell(f"{len(session.candidates)} kernels measured, planning with them")
+        asked = spent()
         wanted = chooser(_finish(model, session.records(), session.refused, time.monotonic() - begin))
+        asking = spent() - asked
         fresh = {k.key: k for k in wanted if not session.knows(k.key) and bench.fits(k)}
         if not fresh:
             break
