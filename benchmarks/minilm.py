@@ -1,9 +1,9 @@
-"""Fine-tune MiniLM on labelled text, here and in PyTorch, from the same weights over the same batches in the same order.
+"""Fine-tune MiniLM on labelled text, here and in PyTorch: the same weights, the same batches, the same order.
 
     python benchmarks/minilm.py --data FILE [--device SEL] [--device-model D] [--steps N] [--json OUT] [--smoke]
 
-Prints both loss curves' distance, both held-out accuracies, the largest difference of the logits after our checkpoint is
-loaded by transformers, and step times (each framework alone on the machine, one after the other, medians). ``--smoke``
+Prints both loss curves' distance, both held-out accuracies, the largest difference of the logits after our checkpoint
+is loaded by transformers, and step times (each framework alone on the machine, one after the other, medians). ``--smoke``
 makes two steps on a few made-up lines and times nothing.
 """
 
@@ -163,8 +163,8 @@ def main() -> None:
         "loss_difference_max": float(np.abs(a - b).max()),
         "accuracy": [mine["accuracy"], float((peer["logits"].argmax(1) == truth).mean())],
         "logits_difference_checkpoint_in_transformers": float(np.abs(loaded - mine["logits"]).max()),
-        "step_s": None if args.smoke else [mine["step_s"], peer["step_s"]],
-        "ratio": None if args.smoke else mine["step_s"] / peer["step_s"],
+        "step_s": None if args.smoke else [float(mine["step_s"]), float(peer["step_s"])],
+        "ratio": None if args.smoke else float(mine["step_s"] / peer["step_s"]),
         "losses": [a.tolist(), b.tolist()],
     }
     for key, value in record.items():

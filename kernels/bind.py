@@ -77,7 +77,11 @@ def bind(graph: TrainingGraph, plan: Plan, limits: DeviceLimits) -> list[BoundSt
     ops: Mapping[str, Op] = {op.name: op for op in graph.ops}
     layouts = {name: tuple(doc.layout() for doc in docs) for name, docs in plan.layouts.items()}
     steps = []
+    kernel: Kernel | None
+    slots: tuple[str, ...]
+    storages: tuple[str, ...]
     for what, number in plan.steps:
+        bound: Op | None = None
         if what == "relayout":
             move = plan.relayouts[number]
             storage = graph.storages[move.storage]
@@ -85,22 +89,23 @@ def bind(graph: TrainingGraph, plan: Plan, limits: DeviceLimits) -> list[BoundSt
             kernel = build_labelled(move.variant, relayout_spec(storage.shape, storage.dtype), pair, limits)
             label = f"relayout:{move.storage}#{move.target}"
             slots = (slot_name(move.storage, 0), slot_name(move.storage, move.target))
-            step = (label, ops[move.before].phase, kernel, slots, (move.storage, move.storage), None)
+            storages = (move.storage, move.storage)
+            phase = ops[move.before].phase
         else:
             planned = plan.ops[number]
-            op = ops[planned.op]
+            bound = op = ops[planned.op]
             storages = tuple(graph.storage_of[o.tensor] for o in op.operands)
             stored = tuple(layouts[s][i] for s, i in zip(storages, planned.layouts, strict=True))
             viewed = viewed_layouts(graph, op, stored)
             if viewed is None:
                 raise GraphError(f"plan gives op {op.name} a layout that its view cannot express: solve the plan anew")
             kernel = build_labelled(planned.variant, op_spec(graph, op), viewed, limits)
-            label = op.name
+            label, phase = op.name, op.phase
             slots = tuple(slot_name(s, i) for s, i in zip(storages, planned.layouts, strict=True))
-            step = (label, op.phase, kernel, slots, storages, op)
         if kernel is None:
-            raise GraphError(f"no kernel here matches step {label} of the plan: it was made by another version; solve it anew")
+            raise GraphError(
+                f"no kernel here matches step {label} of the plan: it was made by another version; solve it anew"
+            )
         scratch = tuple(f"scratch:{label}:{i}" for i in range(len(kernel.scratch)))
-        label, phase, _, slots, storages, op_or_none = step
-        steps.append(BoundStep(label, phase, kernel, slots + scratch, storages + ("",) * len(scratch), op_or_none))
+        steps.append(BoundStep(label, phase, kernel, slots + scratch, storages + ("",) * len(scratch), bound))
     return steps

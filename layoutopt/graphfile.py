@@ -69,6 +69,10 @@ def _attr(value: Any) -> Any:
     return _tuples(value)
 
 
+def _operands(raw: Any) -> tuple[Operand, ...]:
+    return tuple(Operand(name, View(tuple(Step(k, tuple(a)) for k, a in steps))) for name, steps in raw)
+
+
 def decode(data: bytes, where: str = "graph") -> TrainingGraph:
     """The graph in ``data``; ``where`` names it in errors.
 
@@ -81,16 +85,16 @@ def decode(data: bytes, where: str = "graph") -> TrainingGraph:
         raw = msgspec.msgpack.decode(zlib.decompress(data[len(MAGIC) :]))
         version = raw["version"]
         if version != FORMAT_VERSION:
-            raise GraphError(f"{where} has graph format {version}; this layoutopt reads {FORMAT_VERSION}: capture it anew")
+            raise GraphError(
+                f"{where} has graph format {version}; this layoutopt reads {FORMAT_VERSION}: capture it anew"
+            )
         tensors = {t[0]: Tensor(t[0], tuple(t[1]), *t[2:]) for t in raw["tensors"]}
         ops = [
             Op(
                 o[0],
                 o[1],
-                *(
-                    tuple(Operand(n, View(tuple(Step(k, tuple(a)) for k, a in steps))) for n, steps in operands)
-                    for operands in (o[2], o[3])
-                ),
+                _operands(o[2]),
+                _operands(o[3]),
                 {k: _attr(v) for k, v in o[4].items()},
                 o[5],
                 o[6],

@@ -1,11 +1,11 @@
 """The cache hierarchy: set-associative, LRU, write-back and write-allocate, any number of levels, compiled by numba.
 
-A :class:`Hierarchy` is the immutable description; ``state()`` makes the arrays that the compiled code updates. Level 0 is
-nearest to a core. A private level exists once per core, a shared level once. A dirty line that is evicted is written to
+A :class:`Hierarchy` is the immutable description; ``state()`` makes the arrays that the compiled code updates. Level 0
+is nearest to a core. A private level exists once per core, a shared level once. A dirty line that is evicted is written to
 the next level (allocating there), from the last level to memory. Sets are indexed by line number modulo the number of
 sets, in which the most recently used line stands first.
 
-Terms follow pycachesim: a *hit* is a line access served by the level, a *miss* one passed on; ``evict`` counts write-backs.
+A *hit* is a line access served by the level, a *miss* one passed on, as in pycachesim.
 """
 
 from __future__ import annotations
@@ -132,7 +132,14 @@ def _write_back(
 
 @njit(cache=True)
 def line_access(
-    lines: np.ndarray, geometry: np.ndarray, core: int, address: int, write: bool, counts: np.ndarray, row: int, col: int
+    lines: np.ndarray,
+    geometry: np.ndarray,
+    core: int,
+    address: int,
+    write: bool,
+    counts: np.ndarray,
+    row: int,
+    col: int,
 ) -> None:
     """One access of a byte address, served by the nearest level that has its line.
 
@@ -161,11 +168,11 @@ def line_access(
 
 
 @njit(cache=True)
-def _run_lines(lines, geometry, core, addresses, writes, counts):  # noqa: ANN001, ANN202 - compiled
+def _run_lines(lines, geometry, core, addresses, writes, counts):  # noqa: ANN001 - compiled
     for i in range(addresses.size):
         line_access(lines, geometry, core, addresses[i], writes[i], counts, 0, 0)
 
 
 def run_lines(state: State, core: int, addresses: np.ndarray, writes: np.ndarray, counts: np.ndarray) -> None:
-    """``line_access`` over arrays (int64 addresses, bool writes; counts [2 * levels + 2]): for studies of plain traces."""
+    """``line_access`` over arrays (int64 addresses, bool writes; counts [2 * levels + 2]): for plain traces."""
     _run_lines(state.lines, state.geometry, core, addresses, writes, counts.reshape(1, -1))

@@ -64,11 +64,10 @@ class Walk:
 
 def _table(layout: Layout, axis: int) -> np.ndarray:
     """Linear element offset contributed by each coordinate of an axis."""
+    weight: tuple[int, ...] = (1,)
     if layout.is_image:
         _, columns, lanes = layout.size
         weight = (columns * lanes, lanes, 1)
-    else:
-        weight = (1,)
     coordinate = np.arange(layout.shape[axis], dtype=np.int64)
     out = np.zeros_like(coordinate)
     inner = 1
@@ -131,7 +130,9 @@ def _flatten(
     data_at: Mapping[int, int],
 ) -> _PhaseArrays:
     names = {**grid_names, **{loop.name: len(grid_names) + i for i, loop in enumerate(phase.loops)}}
-    meta, coords, terms = [], [], []
+    meta: list[tuple[int, ...]] = []
+    coords: list[tuple[int, ...]] = []
+    terms: list[tuple[int, ...]] = []
 
     def add_index(value: Index) -> tuple[int, int]:
         start = len(terms)
@@ -220,10 +221,25 @@ def walk(
 
 
 @njit(cache=True)
-def _walk_groups(  # noqa: PLR0913, PLR0912, PLR0915 - one flat compiled loop: calls with many arrays cost more than it
-    first_group, last_group, cores, wave, group_extents, item_extents, extents, meta, coords, terms, tables, bases,
-    data, addresses, cached, geometry, counts,
-):
+def _walk_groups(
+    first_group: int,
+    last_group: int,
+    cores: int,
+    wave: int,
+    group_extents: np.ndarray,
+    item_extents: np.ndarray,
+    extents: np.ndarray,
+    meta: np.ndarray,
+    coords: np.ndarray,
+    terms: np.ndarray,
+    tables: np.ndarray,
+    bases: np.ndarray,
+    data: np.ndarray,
+    addresses: np.ndarray,
+    cached: np.ndarray,
+    geometry: np.ndarray,
+    counts: np.ndarray,
+) -> None:
     n_group, n_item, n_loop = group_extents.size, item_extents.size, extents.size
     grid = n_group + n_item
     variables = np.zeros(grid + n_loop, dtype=np.int64)
