@@ -51,6 +51,7 @@ def capture(
     loss: LossFn | None = None,
     optimizer: Optimizer | None = None,
     name: str = "",
+    dropout: bool = False,
     keep_grads: bool = False,
     meta: Mapping[str, Any] | None = None,
 ) -> TrainingGraph:
@@ -64,6 +65,8 @@ def capture(
             module is called with the batch by name and gives ``.loss`` and ``.logits`` (Hugging Face).
         optimizer: the update to append; None captures forward, loss and backward.
         name: the graph's name; the module's class by default.
+        dropout: leave dropout as the module has it (the graph then has the int32 input "seed", to be changed from step
+            to step); else it is off, and ``meta["dropout_set_to_zero"]`` lists where it would have been.
         keep_grads: list the gradients among the graph's outputs, so that no pass removes them.
         meta: more entries for ``graph.meta``.
 
@@ -81,7 +84,7 @@ def capture(
         if not isinstance(tensor, torch.Tensor):
             raise GraphError(f"batch entry {key!r} is a {type(tensor).__name__}, expected a tensor")
     inits = _initial_rules(module)
-    joint = _trace(module, keys, tensors, loss, isinstance(batch, Mapping))
+    joint = _trace(module, keys, tensors, loss, isinstance(batch, Mapping), dropout)
     b = GraphBuilder()
     found = translate_joint(b, joint, inits, _fold)
     gradients = {p: g for p, g in found.items() if g is not None}
@@ -135,12 +138,14 @@ class _Step(nn.Module):
         return (value.reshape(()), *(r.detach() for r in result.values()))
 
 
-def _trace(module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss: LossFn | None, named: bool) -> Joint:
+def _trace(
+    module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss: LossFn | None, named: bool, dropout: bool
+) -> Joint:
     """The joint ATen graph of a step."""
     found = Joint(shapes={n: tuple(p.shape) for n, p in module.named_parameters()})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     step = _Step(module, keys, loss, named)
-    with _prepared(module, mode) as found.dropouts, warnings.catch_warnings():
+    with _prepared(module, mode), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns about its own deprecated pieces
         with mode:
             example = tuple(torch.empty(t.shape, dtype=t.dtype) for t in tensors)
@@ -156,6 +161,7 @@ def _trace(module: nn.Module, keys: list[str], tensors: list[torch.Tensor], loss
         flat[first[name]].requires_grad_()
     recording = exported.graph_module
     _annotate(recording.graph, type(module).__name__)
+    found.dropouts = [] if dropout else _without_dropout(recording.graph)
 
     def joint(*values: torch.Tensor) -> tuple[Any, ...]:
         # A tied parameter is one leaf, whatever number of names it is read under.
@@ -243,20 +249,41 @@ def _annotate(graph: torch.fx.Graph, top: str) -> None:
         path = str(stack[-1][0]).removeprefix("model").removeprefix(".") if stack else ""
         node.meta["custom"] = {"source": path or top}
         if str(node.target) in OPENED:
+            node.meta["opened"] = str(node.target)
             node.target = OPENED[str(node.target)]
         elif str(node.target) == "aten.view.default":
             # The products above leave other strides than torch's fused attention, under which this was a view.
             node.target = torch.ops.aten.reshape.default
 
 
+_RATES = {  # where each op that drops takes its probability
+    "aten.dropout.default": (1, "p"),
+    "aten.dropout_.default": (1, "p"),
+    "aten.feature_dropout.default": (1, "p"),
+    "aten.native_dropout.default": (1, "p"),
+    "aten.scaled_dot_product_attention.default": (4, "dropout_p"),
+}
+
+
+def _without_dropout(graph: torch.fx.Graph) -> list[str]:
+    """Set every dropout's probability to 0; gives the module paths of those that had another."""
+    stopped = []
+    for node in graph.nodes:
+        at, key = _RATES.get(node.meta.get("opened", ""), (0, ""))
+        rate = node.kwargs.get(key, node.args[at] if 0 < at < len(node.args) else 0.0)
+        if rate:
+            node.args = tuple(0.0 if i == at else a for i, a in enumerate(node.args))
+            node.kwargs = {k: 0.0 if k == key else a for k, a in node.kwargs.items()}
+            stopped.append(node.meta["custom"]["source"])
+    return list(dict.fromkeys(stopped))
+
+
 @contextmanager
-def _prepared(module: nn.Module, mode: FakeTensorMode) -> Iterator[list[str]]:
-    """The module in training mode with fake parameters and no dropout; gives the names of the dropouts it stopped."""
+def _prepared(module: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """The module in training mode with fake parameters."""
     modes = {m: m.training for m in module.modules()}
     held: list[tuple[nn.Module, str, nn.Parameter]] = []
     fakes: dict[int, nn.Parameter] = {}
-    stopped = {n: m for n, m in module.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0}
-    rates = {n: m.p for n, m in stopped.items()}
     for path, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
             if parameter is None:
@@ -272,16 +299,12 @@ def _prepared(module: nn.Module, mode: FakeTensorMode) -> Iterator[list[str]]:
                     fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     try:
         module.train()
-        for m in stopped.values():
-            m.p = 0.0
         for owner, key, parameter in held:
             owner._parameters[key] = fakes[id(parameter)]
-        yield list(stopped)
+        yield
     finally:
         for owner, key, parameter in held:
             owner._parameters[key] = parameter
-        for n, m in stopped.items():
-            m.p = rates[n]
         for m, training in modes.items():
             m.training = training
 
@@ -320,7 +343,9 @@ def _initial_rules(module: nn.Module) -> dict[str, str]:
     for path, owner in module.named_modules():
         for key, p in owner.named_parameters(recurse=False):
             name = f"{path}.{key}" if path else key
-            rules[name] = _rule(owner, key, p, spread)
+            # The second factor of a low-rank adapter starts at 0, so that training starts from the model as it was.
+            second = ".lora_B." in name and (p.is_meta or isinstance(p, FakeTensor))
+            rules[name] = "zeros" if second else _rule(owner, key, p, spread)
     return rules
 
 

@@ -121,18 +121,26 @@ def _index(b: GraphBuilder, out: Out, x: Arg, indices: Sequence[Arg | None]) -> 
         seen = _index_view(b, b.materialise(x), {i: indices[i].array for i in at}, out.shape)  # type: ignore[union-attr]
         if seen is not None:
             return seen
-    ids, extent = _linear(b, x.shape, indices)
-    table = b.operand(x, ("reshape", (extent, prod(x.shape[len(at) :]))))
     if x.dtype != "float32":
         raise GraphError(f"a lookup in a table of {x.dtype} is not supported: only float32 tables are gathered")
-    return _gather(b, table, ids, out.shape, prod(x.shape[len(at) :]))
+    # Indexed axes come first; their result goes where numpy puts it.
+    order = [*at, *(a for a in range(len(x.shape)) if a not in at)]
+    front = b.permute(b.materialise(x), order)
+    ids, extent = _linear(b, front.shape, [indices[i] for i in at])
+    rest = front.shape[len(at) :]
+    table = b.operand(front, ("reshape", (extent, prod(rest))))
+    rows = _gather(b, table, ids, (*ids.shape, *rest), prod(rest))
+    return b.permute(rows, _numpys_order(at, len(ids.shape), len(rest)))
 
 
-def _linear(b: GraphBuilder, shape: Shape, indices: Sequence[Arg | None]) -> tuple[Arg, int]:
+def _numpys_order(at: Sequence[int], common: int, rest: int) -> list[int]:
+    """Where the axes of ``[common…, rest…]`` go: indexed axes that are adjacent keep their place."""
+    before = at[0] if list(at) == list(range(at[0], at[-1] + 1)) else 0
+    return [*range(common, common + before), *range(common), *range(common + before, common + rest)]
+
+
+def _linear(b: GraphBuilder, shape: Shape, given: Sequence[Any]) -> tuple[Arg, int]:
     """One index into the merged leading axes, and their merged extent."""
-    given = [i for i in indices if i is not None]
-    if any(i is None for i in indices[: len(given)]):
-        raise GraphError("indexing behind an axis that is kept whole is not supported: index the leading axes")
     if any(i.dtype != "int32" for i in given):
         raise GraphError("indexing with a mask gives a shape that depends on data: use integers or where()")
     extent = prod(shape[: len(given)])
@@ -182,12 +190,7 @@ def _index_view(b: GraphBuilder, x: Value, indices: dict[int, np.ndarray], shape
 
 @register("index_select.default")
 def _index_select(b: GraphBuilder, out: Out, x: Arg, axis: int, index: Arg) -> Value:
-    axis %= max(1, len(x.shape))
-    order = [axis, *(a for a in range(len(x.shape)) if a != axis)]
-    front = b.permute(b.materialise(x), order)
-    rows = tuple(out.shape[a] for a in order)
-    picked = _index(b, Out(rows, out.dtype), front, [index])
-    return b.permute(picked, [order.index(a) for a in range(len(order))])
+    return _index(b, out, x, [*[None] * (axis % len(x.shape)), index])
 
 
 @register("index_put.default", "_unsafe_index_put.default")
@@ -196,8 +199,13 @@ def _index_put(
 ) -> Value:
     if not (accumulate and isinstance(x, Const) and x.scalar == 0):
         raise GraphError("index assignment is only supported where it adds into zeros, as gradients do")
-    ids, extent = _linear(b, x.shape, indices)
-    rest = out.shape[sum(i is not None for i in indices) :]
-    values = b.expand(b.materialise(values), (*ids.shape, *rest))
-    total = _accumulate(b, (extent, *rest), values, ids)
-    return b.reshape(total, out.shape)
+    at = [i for i, index in enumerate(indices) if index is not None]
+    order = [*at, *(a for a in range(len(out.shape)) if a not in at)]
+    front = [out.shape[a] for a in order]
+    ids, extent = _linear(b, tuple(front), [indices[i] for i in at])
+    rest = tuple(front[len(at) :])
+    to = _numpys_order(at, len(ids.shape), len(rest))
+    spread = b.expand(b.materialise(values), [(*ids.shape, *rest)[a] for a in to])
+    rows = b.permute(spread, [to.index(a) for a in range(len(to))])
+    total = b.reshape(_accumulate(b, (extent, *rest), rows, ids), front)
+    return b.permute(total, [order.index(a) for a in range(len(order))])

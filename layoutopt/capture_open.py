@@ -199,6 +199,64 @@ def _cumsum(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torc
     return total.movedim(-1, dim).to(kind)
 
 
+@opened("cross_entropy_loss.default")
+def _cross_entropy(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The plain mean is a kind of its own; class weights, smoothing, sums and none are written out."""
+    axis = 0 if x.dim() == 1 else 1
+    rows = x.movedim(axis, -1)
+    if target.is_floating_point():
+        each = -(target.movedim(axis, -1) * rows.log_softmax(-1) * (1 if weight is None else weight)).sum(-1)
+        if label_smoothing:
+            raise GraphError("label smoothing of targets that are probabilities is not supported: smooth them yourself")
+        return each.mean() if reduction == 1 else each.sum() if reduction == 2 else each
+    logp = rows.reshape(-1, rows.shape[-1]).log_softmax(-1)
+    if label_smoothing:
+        return _negative_likelihood(logp, target, weight, reduction, ignore_index, label_smoothing)
+    return _nll(logp, target, weight, reduction, ignore_index)
+
+
+@opened("nll_loss.default", "nll_loss_nd.default", "nll_loss2d.default")
+def _nll_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    rows = x.movedim(0 if x.dim() == 1 else 1, -1)
+    return _nll(rows.reshape(-1, rows.shape[-1]), target, weight, reduction, ignore_index)
+
+
+def _nll(logp: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore: int) -> torch.Tensor:
+    if weight is None and reduction == 1:
+        return F.nll_loss(logp, target.reshape(-1), ignore_index=ignore)
+    return _negative_likelihood(logp, target, weight, reduction, ignore, 0.0)
+
+
+def _negative_likelihood(
+    logp: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignore: int, smoothing: float
+) -> torch.Tensor:
+    flat = target.reshape(-1)
+    counts = flat != ignore
+    chosen = flat[:, None] == torch.arange(logp.shape[-1])
+    kept = counts.to(logp.dtype)
+    share = kept if weight is None else kept * torch.where(chosen, weight, 0.0).sum(-1)
+    each = -torch.where(chosen, logp, 0.0).sum(-1) * share
+    if smoothing:
+        smooth = -(logp if weight is None else logp * weight).sum(-1) * kept
+        each = (1 - smoothing) * each + smoothing / logp.shape[-1] * smooth
+    if reduction == 0:
+        return each.reshape(target.shape)
+    return each.sum() / share.sum() if reduction == 1 else each.sum()
+
+
 @opened("argmax.default")
 def _argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
     """The first place of the largest value: the largest count from the end among the places that hold it."""

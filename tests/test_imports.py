@@ -42,7 +42,7 @@ FACE = {
         "tuning",
     )
 }
-TORCH = {"layoutopt.capture", "layoutopt.zoo"}
+TORCH = {f"layoutopt.{m}" for m in ("capture", "capture_open", "modes", "zoo", "zoo_models")}
 PYOPENCL = {"kernels.runtime", "kernels.testing"}
 
 
