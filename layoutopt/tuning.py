@@ -23,6 +23,9 @@ STRATEGIES = ("ilp", "greedy", "ideal", "rowmajor")
 SOLVE_S = 10.0
 """Seconds that the exact solver gets within calibration; its best answer so far is as good a question."""
 
+LEAST_ASKING_S = 30.0
+"""Below this budget the planner is not asked: planning alone would take longer than what is left."""
+
 
 def calibrate_for(
     runtime: Runtime,
@@ -38,7 +41,7 @@ def calibrate_for(
     Args:
         runtime: the device.
         graphs: to plan; none calibrates for graphs in general.
-        budget_s: wall time.
+        budget_s: wall time. Planning in between is not cut short, so a busy machine may take longer.
         seed: of data, sample and held-out share.
         progress: told what is done and the share of the budget used.
         base: an earlier model of the device to add to.
@@ -48,7 +51,8 @@ def calibrate_for(
     """
     from costmodel.calibrate import calibrate
 
-    chooser = (lambda model: _chosen(graphs, model)) if graphs else None
+    ask = bool(graphs) and budget_s >= LEAST_ASKING_S
+    chooser = (lambda model: _chosen(graphs, model)) if ask else None
     return calibrate(runtime, budget_s, tuple(graphs), progress, seed, chooser, base)
 
 
