@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from layoutopt.problem import Assignment, Choice, OpNode, Problem
 from layoutopt.reduce import Domain, dearest, undominated
 
-__all__ = ["Merged", "merge_chains"]
+__all__ = ["Merged", "merge_chains", "unmerged"]
 
 _LARGEST = 600
 """Entries of a joined table at most (or as many as the larger of the two had)."""
@@ -124,6 +124,14 @@ def merge_chains(problem: Problem, domain: Domain) -> Merged | None:
                 again.add(slot.storage)
         pending = sorted(again)
     return _merged(problem, domain, tables, eliminated)
+
+
+def unmerged(problem: Problem, domain: Domain) -> Merged | None:
+    """The problem as it is, in the same form; None where an op's choices all contradict themselves."""
+    tables = {o: _table(problem, domain, o) for o in range(len(problem.ops))}
+    if any(not table.entries for table in tables.values()):
+        return None
+    return _merged(problem, domain, tables, set())
 
 
 def _table(problem: Problem, domain: Domain, o: int) -> _Table:

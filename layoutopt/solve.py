@@ -1,15 +1,23 @@
-"""The exact solver: layout assignment as an integer program, closed by HiGHS through OR-tools.
+"""The exact solver: reductions, a search on tables, and HiGHS for what that leaves.
 
-Variables, for what ``reduce`` and ``merge_chains`` leave: ``p[s,l]`` storage s has primary l (one per storage);
-``r[s,a,b]`` it is relaid out from a to b, at most ``p[s,a]``; ``x[o,c]`` op o takes choice c (one per op). For each
-operand of an op and each candidate l of its storage: an input's choices that use l sum to at most
-``p[s,l] + sum_a r[s,a,l]``, an output's (or a pinned input's) to exactly ``p[s,l]``. Summing per operand rather than
-bounding choice by choice is what makes the linear relaxation strong. Relayouts need no integrality: once p and x are
-integers the least r is.
+In order, each a switch of ``Reductions`` and none of them changing the optimum:
+
+1. *dominance* (``reduce``): choices that another one replaces at no loss are dropped;
+2. *sweeps* (``sweeps``): costs are moved between tables until their least costs make a bound; what lies above the best
+   assignment known is dropped;
+3. *elimination* (``treewidth``, driven by ``exact``): dynamic programming over a tree decomposition of what is left;
+4. *chains* (``chains``): storages between two ops are merged away before HiGHS sees the rest.
+
+The integer program, for what is left when tables get too wide or when the search is switched off: ``p[s,l]`` storage s
+has primary l (one per storage); ``r[s,a,b]`` it is relaid out from a to b, at most ``p[s,a]``; ``x[o,c]`` op o takes
+choice c (one per op). For each operand of an op and each candidate l of its storage: an input's choices that use l sum
+to at most ``p[s,l] + sum_a r[s,a,l]``, an output's (or a pinned input's) to exactly ``p[s,l]``. Summing per operand
+rather than bounding choice by choice is what makes the linear relaxation strong. Relayouts need no integrality: once p
+and x are integers the least r is.
 
 HiGHS computes in floating point. Every op's cheapest choice is taken out of the objective as a constant, so that what
 it sees are differences; its answer is rounded, repriced in integers by ``check``, and called optimal only when its dual
-bound meets that price within one part in 10^7 or one nanosecond.
+bound meets that price within one part in 10^7 or one nanosecond. The search on tables is in integers throughout.
 """
 
 from __future__ import annotations
@@ -17,32 +25,59 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 
 from ortools.math_opt.python import mathopt
 
-from layoutopt.chains import Merged, merge_chains
+from layoutopt.chains import Merged, merge_chains, unmerged
 from layoutopt.check import check
 from layoutopt.conflict import explain
 from layoutopt.errors import InfeasibleError, LayoutOptError
+from layoutopt.exact import remaining, search
 from layoutopt.problem import Assignment, Problem
-from layoutopt.reduce import reduce
+from layoutopt.reduce import Domain, consistent, reduce
+from layoutopt.states import TooManyStatesError, network
 from layoutopt.strategies import STRATEGIES
+from layoutopt.treewidth import Limits
 
-__all__ = ["solve"]
+__all__ = ["Reductions", "solve"]
 
 TOLERANCE = 1e-7
 """Relative distance between price and dual bound within which floating point cannot tell them apart."""
 
 
-def solve(problem: Problem, time_limit_s: float = 60.0, starts: Iterable[Assignment] | None = None) -> Assignment:
+@dataclass(frozen=True)
+class Reductions:
+    """Switches of what is done before HiGHS; all off is the plain integer program. The module says what each does."""
+
+    dominance: bool = True
+    sweeps: bool = True
+    elimination: bool = True
+    chains: bool = True
+
+    @staticmethod
+    def none() -> Reductions:
+        """The plain integer program."""
+        return Reductions(False, False, False, False)
+
+
+def solve(
+    problem: Problem,
+    time_limit_s: float = 60.0,
+    starts: Iterable[Assignment] | None = None,
+    reductions: Reductions | None = None,
+    limits_rows: int = 1 << 17,
+) -> Assignment:
     """The cheapest assignment, proven so unless time runs out.
 
     Args:
         problem: the tables.
-        time_limit_s: for HiGHS; when it is reached, the best assignment known is returned as "FEASIBLE" with the bound
-            so far.
+        time_limit_s: for the search; when it is reached, the best assignment known is returned as "FEASIBLE" with the
+            bound so far.
         starts: assignments to start from; the strategies' by default.
+        reductions: all by default.
+        limits_rows: of a table in elimination; beyond that HiGHS takes over.
 
     Returns:
         An assignment that ``check`` has priced; ``bound_ns`` is a proven lower bound.
@@ -51,45 +86,136 @@ def solve(problem: Problem, time_limit_s: float = 60.0, starts: Iterable[Assignm
         InfeasibleError: there is none; ``conflict`` names ops and storages that together cannot be served.
     """
     started = time.perf_counter()
-    merged = merge_chains(problem, reduce(problem))
-    if merged is None:
-        raise explain(problem)
+    switches = reductions or Reductions()
+    domain = reduce(problem) if switches.dominance else consistent(problem)
     known = list(_heuristics(problem) if starts is None else starts)
     best = min(known, key=lambda a: a.cost_ns) if known else None
-    model = _Model(merged)
-    result = model.run(time_limit_s, best)
-    reason = result.termination.reason
-    if reason in (mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+    bound = sum(min(op.choices[c].cost_ns for c in left) for op, left in zip(problem.ops, domain.choices, strict=True))
+    closed, method = False, best.method if best else "none"
+    left: Domain | None = domain
+    if switches.sweeps or switches.elimination:
+        limits = Limits(limits_rows, started + time_limit_s)
+        outcome, left = _on_tables(problem, domain, best, bound, switches, limits)
+        if outcome.cost_ns is not None:
+            best, method = outcome.found, "tables"
+            assert best is not None
+            assert best.cost_ns == outcome.cost_ns, f"tables say {outcome.cost_ns} ns, prices {best.cost_ns} ns"
+        bound, closed = max(bound, outcome.bound_ns), outcome.closed
+        method = f"{method}, proven on tables" if closed and method != "tables" else method
+    if closed and best is None:
         raise explain(problem)
+    if not closed and left is not None:
+        # At least a moment: HiGHS also says whether anything is possible at all.
+        seconds = max(time_limit_s - (time.perf_counter() - started), 1e-3)
+        best, bound, closed, method = _by_highs(problem, left, best, bound, seconds, switches, method)
+    elif not closed:
+        closed = True
+    if best is None:
+        raise InfeasibleError(f"no assignment found within {time_limit_s:g} s, none proven impossible: allow more time")
+    status = "OPTIMAL" if closed or bound >= best.cost_ns else "FEASIBLE"
+    bound = best.cost_ns if status == "OPTIMAL" else bound
+    seconds = time.perf_counter() - started
+    out = Assignment(best.primary, best.copies, best.choice, best.cost_ns, status, bound, seconds, method)
+    check(problem, out)
+    return out
+
+
+@dataclass(frozen=True)
+class _Tabled:
+    cost_ns: int | None
+    bound_ns: int
+    closed: bool
+    found: Assignment | None
+
+
+def _on_tables(
+    problem: Problem, domain: Domain, best: Assignment | None, base_ns: int, switches: Reductions, limits: Limits
+) -> tuple[_Tabled, Domain | None]:
+    """The search on tables, and what it leaves for HiGHS: None where that is nothing better than what is known."""
+    ceiling = best.cost_ns if best else _beyond(problem)
+    try:
+        net = network(problem, domain, ceiling - base_ns)
+    except TooManyStatesError:
+        return _Tabled(None, base_ns, False, None), domain
+    outcome = search(net, ceiling, limits, switches.sweeps, switches.elimination)
+    found = None
+    if outcome.cost_ns is not None:
+        found = _priced(problem, net.primaries(outcome.values), net.choices(outcome.values), "tables")
+    closed = outcome.closed
+    tabled = _Tabled(outcome.cost_ns, outcome.bound_ns, closed, found)
+    if closed or not switches.sweeps or time.perf_counter() > limits.deadline:
+        return tabled, domain
+    return tabled, remaining(net, outcome.cost_ns if outcome.cost_ns is not None else ceiling)
+
+
+def _beyond(problem: Problem) -> int:
+    """More than any assignment costs."""
+    dearest = sum(max(choice.cost_ns for choice in op.choices) for op in problem.ops)
+    return 1 + dearest + sum(problem.relayout_ns.values())
+
+
+def _priced(problem: Problem, primary: tuple[int, ...], choice: tuple[int, ...], method: str) -> Assignment:
+    """The assignment of these primaries and choices, with the copies that the choices need, checked."""
+    copies: list[set[int]] = [set() for _ in problem.storages]
+    cost = 0
+    for op, c in zip(problem.ops, choice, strict=True):
+        cost += op.choices[c].cost_ns
+        for s, layout in zip(op.operands, op.choices[c].layouts, strict=True):
+            if layout != primary[s]:
+                copies[s].add(layout)
+    cost += sum(problem.relayout_ns[s, primary[s], b] for s, made in enumerate(copies) for b in made)
+    ordered = tuple(tuple(sorted(made)) for made in copies)
+    out = Assignment(primary, ordered, choice, cost, "FEASIBLE", 0, 0.0, method)
+    check(problem, out)
+    return out
+
+
+def _by_highs(
+    problem: Problem,
+    domain: Domain,
+    best: Assignment | None,
+    bound: int,
+    seconds: float,
+    switches: Reductions,
+    method: str,
+) -> tuple[Assignment | None, int, bool, str]:
+    """The integer program of ``domain``: the best assignment, the bound, whether they meet, and what found it.
+
+    ``domain`` may lack what is no part of an assignment better than ``best``: where nothing is left, that is optimal.
+    """
+    merged = merge_chains(problem, domain) if switches.chains else unmerged(problem, domain)
+    model = None if merged is None else _Model(merged)
+    result = None if model is None else model.run(seconds, best)
+    reason = None if result is None else result.termination.reason
+    if reason in (None, mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
+        if best is None:
+            raise explain(problem)
+        return best, best.cost_ns, True, f"{method}, proven by highs"
+    assert model is not None
+    assert result is not None
     if reason not in (
         mathopt.TerminationReason.OPTIMAL,
         mathopt.TerminationReason.FEASIBLE,
         mathopt.TerminationReason.NO_SOLUTION_FOUND,
     ):
-        raise LayoutOptError(f"HiGHS stopped with {reason.name}: {result.termination.detail or 'no detail given'}")
-    method = "highs"
+        detail = result.termination.detail or "no detail given"
+        raise LayoutOptError(f"HiGHS stopped with {result.termination.reason.name}: {detail}")
     if result.has_primal_feasible_solution():
         found = model.read(result)
         if best is None or found.cost_ns <= best.cost_ns:
-            best = found
+            best, method = found, "highs"
         else:
             method = f"highs, which found nothing better than {best.method}"
-    elif best is None:
-        raise InfeasibleError(f"no assignment found within {time_limit_s:g} s, none proven impossible: allow more time")
-    else:
-        method = f"{best.method}; highs found nothing within {time_limit_s:g} s"
+    elif best is not None:
+        method = f"{best.method}; highs found nothing within {seconds:.3g} s"
+    if best is None:
+        return None, bound, False, method
     dual = result.termination.objective_bounds.dual_bound
     tolerance = max(1.0, TOLERANCE * best.cost_ns)
-    bound = max(model.trivial_bound, math.ceil(dual - tolerance)) if math.isfinite(dual) else model.trivial_bound
     proven = math.isfinite(dual) and best.cost_ns - dual <= tolerance
-    if proven or bound >= best.cost_ns:
-        status, bound = "OPTIMAL", best.cost_ns
-    else:
-        status = "FEASIBLE"
-    seconds = time.perf_counter() - started
-    out = Assignment(best.primary, best.copies, best.choice, best.cost_ns, status, bound, seconds, method)
-    check(problem, out)
-    return out
+    if math.isfinite(dual):
+        bound = max(bound, min(math.ceil(dual - tolerance), best.cost_ns))
+    return best, bound, proven, method
 
 
 def _heuristics(problem: Problem) -> list[Assignment]:
@@ -203,16 +329,4 @@ class _Model:
         primary = tuple(max(row, key=lambda a: values[row[a]]) for row in self.p)
         choice = tuple(max(row, key=lambda c: values[row[c]]) for row in self.x)
         primary, choice = self.merged.expand(primary, choice)
-        problem = self.merged.original
-        copies: list[set[int]] = [set() for _ in problem.storages]
-        cost = 0
-        for op, c in zip(problem.ops, choice, strict=True):
-            cost += op.choices[c].cost_ns
-            for s, layout in zip(op.operands, op.choices[c].layouts, strict=True):
-                if layout != primary[s]:
-                    copies[s].add(layout)
-        cost += sum(problem.relayout_ns[s, primary[s], b] for s, made in enumerate(copies) for b in made)
-        ordered = tuple(tuple(sorted(made)) for made in copies)
-        out = Assignment(primary, ordered, choice, cost, "FEASIBLE", 0, 0.0, "highs")
-        check(problem, out)
-        return out
+        return _priced(self.merged.original, primary, choice, "highs")

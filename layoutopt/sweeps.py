@@ -1,0 +1,254 @@
+"""Costs moved between tables so that their least costs become a bound: sequential reweighted message passing.
+
+Visited in order, a variable collects from every table that knows it the least cost of each of its values, adds its own,
+and gives the sum back in equal shares to the tables that reach variables still to come. What is least over all its
+values is moved to a constant: every assignment pays it. Nothing is lost or made up on the way, costs stay integers of
+zero or more, and the constant only grows. (Kolmogorov, A new look at reweighted message passing, 2015; in the words of
+constraint programming, soft arc consistency.) Values and rows that cost more than is left of a budget are dropped, and
+variables with one value left are settled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from layoutopt.factors import Factor
+
+__all__ = ["Swept", "sweep"]
+
+Ints = NDArray[np.int64]
+
+DEAD = 1 << 60
+"""Cost of what is dropped."""
+
+_STALLED = 1e-3
+"""Rounds end early where one raises the constant by less than this share of what is left of the budget."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The same problem after its costs were moved.
+
+    Attributes:
+        constant: what every assignment pays beside the tables.
+        factors: tables over the variables that are not settled; none is without rows.
+        settled: the value of variables that have but one left.
+        alive: per variable that some table knew, which of its values are left.
+    """
+
+    constant: int
+    factors: list[Factor]
+    settled: dict[int, int]
+    alive: dict[int, NDArray[np.bool_]]
+
+
+def sweep(
+    factors: Sequence[Factor], sizes: Sequence[int], budget: int, rounds: int, deadline: float = float("inf")
+) -> Swept | None:
+    """Move costs about; drop what cannot be part of an assignment within the budget.
+
+    Args:
+        factors: tables without negative costs; variables are visited in the order of their numbers.
+        sizes: values per variable.
+        budget: assignments that cost more may be lost.
+        rounds: passes in each direction at most.
+        deadline: by ``time.perf_counter``; no further round begins after it.
+
+    Returns:
+        A constant and tables that together cost the same as before for every assignment within the budget, or None
+        where there is none.
+    """
+    order = sorted({v for table in factors for v in table.scope})
+    if not order:
+        constant = sum(int(table.costs.min(initial=DEAD)) for table in factors)
+        return Swept(constant, [], {}, {}) if constant <= budget else None
+    flat = _Flat(factors, order, sizes)
+    constant = flat.run(budget, rounds, deadline)
+    return None if constant < 0 else flat.result(constant, budget)
+
+
+class _Flat:
+    """The tables end to end in a few arrays, variables by rank."""
+
+    def __init__(self, factors: Sequence[Factor], order: list[int], sizes: Sequence[int]) -> None:
+        self.factors, self.order = factors, order
+        rank = {v: i for i, v in enumerate(order)}
+        self.scope = np.array([rank[v] for table in factors for v in table.scope], dtype=np.int64)
+        self.arity = np.array([len(table.scope) for table in factors], dtype=np.int64)
+        self.rows = np.array([len(table.costs) for table in factors], dtype=np.int64)
+        self.row_first = _starts(self.rows)
+        self.value_first = _starts(self.rows * self.arity)
+        self.values = np.concatenate([table.rows.ravel() for table in factors])
+        self.costs = np.concatenate([table.costs for table in factors])
+        self.size = np.array([sizes[v] for v in order], dtype=np.int64)
+        self.unary_first = _starts(self.size)
+        self.unary = np.zeros(int(self.unary_first[-1]), dtype=np.int64)
+        owner = np.repeat(np.arange(len(factors)), self.arity)
+        column = np.arange(len(self.scope)) - np.repeat(_starts(self.arity)[:-1], self.arity)
+        by_variable = np.argsort(self.scope, kind="stable")
+        self.around_first = np.searchsorted(self.scope[by_variable], np.arange(len(order) + 1))
+        self.around = np.stack([owner[by_variable], column[by_variable]], axis=1)
+        self.low = np.full(len(factors), len(order), dtype=np.int64)
+        np.minimum.at(self.low, owner, self.scope)
+        self.high = np.full(len(factors), -1, dtype=np.int64)
+        np.maximum.at(self.high, owner, self.scope)
+
+    def run(self, budget: int, rounds: int, deadline: float) -> int:
+        """The constant, or -1 where nothing is left within the budget."""
+        constant = 0
+        for _ in range(rounds):
+            before = constant
+            for forward in (True, False):
+                if constant >= 0:
+                    constant = self._pass(forward, constant, budget)
+            if time.perf_counter() > deadline or constant < 0 or constant - before <= _STALLED * (budget - constant):
+                break
+        return constant
+
+    def _pass(self, forward: bool, constant: int, budget: int) -> int:
+        return _pass(
+            forward,
+            constant,
+            budget,
+            self.unary,
+            self.costs,
+            self.values,
+            self.row_first,
+            self.value_first,
+            self.arity,
+            self.size,
+            self.unary_first,
+            self.around_first,
+            self.around,
+            self.low,
+            self.high,
+        )
+
+    def result(self, constant: int, budget: int) -> Swept | None:
+        """Tables again, without what is dead and without settled variables."""
+        left = budget - constant
+        alive = self.unary <= left
+        # Every value of every row: is it alive?
+        owner = np.repeat(np.arange(len(self.factors)), self.rows)
+        wide = self.arity[owner]
+        position = np.arange(len(self.values)) - np.repeat(_starts(wide)[:-1], wide)
+        variable = self.scope[np.repeat(_starts(self.arity)[:-1][owner], wide) + position]
+        dead = np.zeros(len(self.costs), dtype=np.int64)
+        np.add.at(dead, np.repeat(np.arange(len(self.costs)), wide), ~alive[self.unary_first[variable] + self.values])
+        kept = (dead == 0) & (self.costs <= left)
+        counts = np.add.reduceat(alive.astype(np.int64), self.unary_first[:-1])
+        if (counts == 0).any():
+            return None
+        single = counts == 1
+        settled, masks, out = {}, {}, []
+        for i, v in enumerate(self.order):
+            own = slice(int(self.unary_first[i]), int(self.unary_first[i + 1]))
+            masks[v] = alive[own]
+            if single[i]:
+                settled[v] = int(alive[own].argmax())
+                constant += int(self.unary[own][settled[v]])
+            elif self.unary[own][alive[own]].any():
+                values = np.flatnonzero(alive[own])
+                out.append(Factor((v,), values[:, None], self.unary[own][values]))
+        for f, table in enumerate(self.factors):
+            mine = kept[self.row_first[f] : self.row_first[f + 1]]
+            costs = self.costs[self.row_first[f] : self.row_first[f + 1]][mine]
+            if not len(costs):
+                return None
+            columns = [k for k, v in enumerate(table.scope) if v not in settled]
+            if columns:
+                rows = table.rows[mine][:, columns]
+                out.append(Factor(tuple(table.scope[k] for k in columns), rows, costs))
+            else:
+                constant += int(costs.min())
+        return Swept(constant, out, settled, masks) if constant <= budget else None
+
+
+def _starts(counts: Ints) -> Ints:
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _pass(
+    forward: bool,
+    constant: int,
+    budget: int,
+    unary: Ints,
+    costs: Ints,
+    values: Ints,
+    row_first: Ints,
+    value_first: Ints,
+    arity: Ints,
+    size: Ints,
+    unary_first: Ints,
+    around_first: Ints,
+    around: Ints,
+    low: Ints,
+    high: Ints,
+) -> int:
+    """One pass over all variables, in place; the new constant, or -1 where nothing is left within the budget."""
+    count = len(size)
+    least = np.empty(size.max(), dtype=np.int64)
+    for step in range(count):
+        v = step if forward else count - 1 - step
+        own = unary[unary_first[v] : unary_first[v + 1]]
+        ahead = 0
+        behind = 0
+        for a in range(around_first[v], around_first[v + 1]):
+            f = around[a, 0]
+            later = high[f] > v
+            sooner = low[f] < v
+            ahead += later if forward else sooner
+            behind += sooner if forward else later
+            for x in range(size[v]):
+                least[x] = DEAD
+            at = value_first[f] + around[a, 1]
+            for i in range(row_first[f], row_first[f + 1]):
+                x = values[at]
+                at += arity[f]
+                if costs[i] < least[x]:
+                    least[x] = costs[i]
+            at = value_first[f] + around[a, 1]
+            for i in range(row_first[f], row_first[f + 1]):
+                if costs[i] < DEAD:
+                    costs[i] -= least[values[at]]
+                at += arity[f]
+            for x in range(size[v]):
+                if own[x] >= DEAD or least[x] >= DEAD:
+                    own[x] = DEAD
+                else:
+                    own[x] += least[x]
+        smallest = own.min()
+        if smallest >= DEAD or constant + smallest > budget:
+            return -1
+        constant += smallest
+        share = max(ahead, behind, 1)
+        for x in range(size[v]):
+            if own[x] < DEAD:
+                own[x] -= smallest
+            if own[x] > budget - constant:
+                own[x] = DEAD
+            least[x] = own[x] // share if own[x] < DEAD else DEAD
+            if own[x] < DEAD:
+                own[x] -= ahead * least[x]
+        for a in range(around_first[v], around_first[v + 1]):
+            f = around[a, 0]
+            if not (high[f] > v if forward else low[f] < v):
+                continue
+            at = value_first[f] + around[a, 1]
+            for i in range(row_first[f], row_first[f + 1]):
+                x = values[at]
+                at += arity[f]
+                if least[x] >= DEAD:
+                    costs[i] = DEAD
+                elif costs[i] < DEAD:
+                    costs[i] += least[x]
+                    if costs[i] > budget - constant:
+                        costs[i] = DEAD
+    return constant

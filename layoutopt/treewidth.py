@@ -1,0 +1,255 @@
+"""Dynamic programming over a tree decomposition, on sparse tables and within a budget.
+
+A problem is a set of *factors*: tables over a few variables each, a row for every tuple of values that is allowed, with
+a cost of zero or more. Wanted is the assignment of least total cost. Variables are eliminated one at a time: the tables
+that know a variable are joined, and for every tuple of their other variables the best value is kept. The order is
+greedy (least estimated table first, the min-fill of sparse tables); the tables that arise are the bags of a tree
+decomposition, and where its width is small they are too. (Bertele and Brioschi, Nonserial Dynamic Programming, 1972;
+Dechter, Bucket elimination, 1999.)
+
+No cost is negative, so a row dearer than the *budget* is part of no assignment within it and is dropped on sight. That
+is what keeps the tables small: once ``sweeps`` has moved what everything costs to a constant, the optimum lies just
+above zero. As tables are joined, further sweeps see more at once and raise the constant further. Within the budget the
+answer is exact: the least assignment, or the proof that there is none. Where a table has too many rows the cheapest are
+kept, and the answer says that it is no proof any more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from layoutopt.factors import Factor
+from layoutopt.sweeps import sweep
+
+__all__ = ["Answer", "Limits", "OutOfTimeError", "eliminate"]
+
+Ints = NDArray[np.int64]
+
+_KEY_LIMIT = 1 << 62
+
+
+class OutOfTimeError(Exception):
+    """The deadline has passed. Caught by the solver."""
+
+
+_SWEEP_AT = 256
+"""Estimated rows of the next table from which costs are swept again; grows by ``_SWEEP_GROWTH`` each time."""
+_SWEEP_GROWTH = 4
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What may be spent: ``rows`` of one table, and time until ``deadline`` by ``time.perf_counter``."""
+
+    rows: int = 1 << 17
+    deadline: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an elimination found.
+
+    Attributes:
+        exact: no rows were lost: ``cost`` is the least, or there is no assignment within the budget.
+        cost: of the assignment; None where none was found.
+        values: per variable; empty where none was found.
+        largest: rows of the largest table on the way.
+    """
+
+    exact: bool
+    cost: int | None
+    values: tuple[int, ...]
+    largest: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An elimination: the best ``value`` of ``variable`` for every row that is left of its table."""
+
+    variable: int
+    scope: tuple[int, ...]
+    rows: NDArray[np.int16]
+    value: NDArray[np.int16]
+
+
+def eliminate(factors: Iterable[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int = 0) -> Answer:
+    """The least assignment that costs at most ``budget``.
+
+    Args:
+        factors: tables without negative costs.
+        sizes: values per variable.
+        budget: what the assignment may cost.
+        limits: of rows and time.
+        rounds: sweeps whenever tables have grown; 0 for plain elimination.
+
+    Raises:
+        OutOfTimeError: the deadline has passed.
+    """
+    work = _Elimination(list(factors), sizes, budget, limits, rounds)
+    found = work.run()
+    return Answer(work.exact, work.offset if found else None, tuple(work.values) if found else (), work.largest)
+
+
+class _Elimination:
+    """The tables that are left, by number, and the eliminations so far."""
+
+    def __init__(self, factors: list[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int) -> None:
+        self.sizes, self.budget, self.limits, self.rounds = list(sizes), budget, limits, rounds
+        self.offset = 0
+        self.largest = 0
+        self.exact = True
+        self.values = [0] * len(sizes)
+        self.initial = factors
+        self.steps: list[_Step] = []
+        self.next = 0
+        self.sweep_at = _SWEEP_AT
+        self._forget()
+
+    def _forget(self) -> None:
+        self.factors: dict[int, Factor] = {}
+        self.around: list[set[int]] = [set() for _ in self.sizes]
+
+    def run(self) -> bool:
+        """Eliminate everything, then read the values off in reverse; False where nothing is within the budget."""
+        if not all(self._add(table) for table in self.initial) or (self.rounds and not self._sweep()):
+            return False
+        heap = self._heap()
+        while heap:
+            estimate, v = heapq.heappop(heap)
+            if not self.around[v]:
+                continue
+            now = self._estimate(v)
+            if now != estimate:
+                heapq.heappush(heap, (now, v))
+                continue
+            if self.rounds and now > self.sweep_at:
+                self.sweep_at *= _SWEEP_GROWTH
+                if not self._sweep():
+                    return False
+                heap = self._heap()
+                continue
+            touched = self._eliminate(v)
+            if touched is None:
+                return False
+            for u in touched:
+                if self.around[u]:
+                    heapq.heappush(heap, (self._estimate(u), u))
+        for step in reversed(self.steps):
+            picked = np.array([self.values[u] for u in step.scope], dtype=np.int64)
+            at = int(np.flatnonzero((step.rows == picked).all(axis=1))[0])
+            self.values[step.variable] = int(step.value[at])
+        return True
+
+    def _heap(self) -> list[tuple[int, int]]:
+        heap = [(self._estimate(v), v) for v in range(len(self.sizes)) if self.around[v]]
+        heapq.heapify(heap)
+        return heap
+
+    def _sweep(self) -> bool:
+        """Move costs, settle variables; False where nothing is left within the budget."""
+        swept = sweep(list(self.factors.values()), self.sizes, self.budget - self.offset, self.rounds)
+        if swept is None:
+            return False
+        self.offset += swept.constant
+        for v, value in swept.settled.items():
+            self.values[v] = value
+        self._forget()
+        return all(self._add(table) for table in swept.factors)
+
+    def _add(self, table: Factor) -> bool:
+        """Take in a table, its least cost moved to the offset; False where nothing is left within the budget."""
+        if not len(table.costs):
+            return False
+        least = int(table.costs.min())
+        if least:
+            self.offset += least
+            table = Factor(table.scope, table.rows, table.costs - least)
+        if self.offset > self.budget:
+            return False
+        self.largest = max(self.largest, len(table.costs))
+        for v in table.scope:
+            self.around[v].add(self.next)
+        if table.scope:
+            self.factors[self.next] = table
+            self.next += 1
+        return True
+
+    def _estimate(self, v: int) -> int:
+        """Rows of the table that eliminating ``v`` would make, at most."""
+        tables = [self.factors[f] for f in self.around[v]]
+        scope = {u for t in tables for u in t.scope}
+        return min(prod(self.sizes[u] for u in scope), prod(len(t.costs) for t in tables))
+
+    def _eliminate(self, v: int) -> set[int] | None:
+        if time.perf_counter() > self.limits.deadline:
+            raise OutOfTimeError
+        ids = sorted(self.around[v], key=lambda f: (len(self.factors[f].costs), f))
+        joined = self.factors[ids[0]]
+        for f in ids[1:]:
+            joined = self._join(joined, self.factors[f])
+        for f in ids:
+            for u in self.factors.pop(f).scope:
+                self.around[u].discard(f)
+        at = joined.scope.index(v)
+        rest = joined.scope[:at] + joined.scope[at + 1 :]
+        within = joined.costs <= self.budget - self.offset
+        rows, costs = joined.rows[within], joined.costs[within]
+        others = np.delete(rows, at, axis=1)
+        key = _keys(others, [self.sizes[u] for u in rest])
+        order = np.lexsort((rows[:, at], costs, key))
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = key[order][1:] != key[order][:-1]
+        kept = order[first]
+        self.steps.append(_Step(v, rest, others[kept].astype(np.int16), rows[kept, at].astype(np.int16)))
+        if not self._add(Factor(rest, others[kept], costs[kept])):
+            return None
+        return set(rest)
+
+    def _join(self, a: Factor, b: Factor) -> Factor:
+        """The pairs of rows that agree where the scopes meet, within the budget; where too many, the cheapest."""
+        shared = [v for v in a.scope if v in b.scope]
+        sizes = [self.sizes[v] for v in shared]
+        in_a, in_b = [a.scope.index(v) for v in shared], [b.scope.index(v) for v in shared]
+        both = _keys(np.concatenate([a.rows[:, in_a], b.rows[:, in_b]]), sizes)
+        group = np.unique(both, return_inverse=True)[1].reshape(-1)
+        left, right = group[: len(a.costs)], group[len(a.costs) :]
+        # Partners sorted by cost, so that the pairs within the budget are a run: nothing else is ever built.
+        levels, cost = np.unique(b.costs, return_inverse=True)
+        span = len(levels) + 1
+        ranks = right * span + cost.reshape(-1)
+        order = np.argsort(ranks, kind="stable")
+        ranked = ranks[order]
+        within = np.searchsorted(levels, self.budget - self.offset - a.costs, "right")
+        low = np.searchsorted(ranked, left * span, "left")
+        high = np.searchsorted(ranked, left * span + within, "left")
+        counts = high - low
+        rows = np.arange(len(left))
+        if int(counts.sum()) > self.limits.rows:
+            self.exact = False
+            cheapest = np.argsort(a.costs, kind="stable")
+            fitting = max(int(np.searchsorted(np.cumsum(counts[cheapest]), self.limits.rows)), 1)
+            rows = np.sort(cheapest[:fitting])
+            low, counts = low[rows], counts[rows]
+        i = np.repeat(rows, counts)
+        starts = np.cumsum(counts) - counts
+        j = order[np.arange(len(i)) - np.repeat(starts - low, counts)]
+        new = [k for k, v in enumerate(b.scope) if v not in shared]
+        rows = np.concatenate([a.rows[i], b.rows[j][:, new]], axis=1)
+        return Factor(a.scope + tuple(b.scope[k] for k in new), rows, a.costs[i] + b.costs[j])
+
+
+def _keys(rows: Ints, sizes: Sequence[int]) -> Ints:
+    """One number per row, equal for equal rows."""
+    if prod(sizes) >= _KEY_LIMIT:
+        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
+    key = np.zeros(len(rows), dtype=np.int64)
+    for k, n in enumerate(sizes):
+        key = key * n + rows[:, k]
+    return key
