@@ -27,6 +27,7 @@ __all__ = [
     "graph_of_plan",
     "shipped",
     "shipped_names",
+    "uncalibrated",
 ]
 
 
@@ -114,6 +115,15 @@ def check_serves(plan: Plan, what: str, graph: TrainingGraph, model: DeviceModel
         if plan.device_name == model.name:
             raise
         raise DeviceError(f"{what} is for {plan.device_name!r} and does not serve {model.name!r} ({error})") from error
+
+
+def uncalibrated(runtime: Runtime) -> DeviceModel:
+    """A model of the device with its limits and generic constants: for trying things out, not for choosing layouts."""
+    from dataclasses import replace
+
+    from costmodel import device as devices
+
+    return replace(devices.load("generic-cpu"), name=runtime.info.name, limits=runtime.limits)
 
 
 def device_model(
