@@ -385,6 +385,7 @@ ZOO: dict[str, Entry] = {
         "Swin, 2+2+6+2 layers of 96 to 768, windows of 7², 28 M parameters",
         _image("Swin", image_size=224),
         _PICTURES,
+        adapted=("q_proj", "v_proj"),
     ),
     "clip": Entry(
         "CLIP ViT-B/32, 12 + 12 layers, contrastive loss, 151 M parameters",
@@ -463,6 +464,7 @@ ZOO: dict[str, Entry] = {
         "Swin, 2+2 layers of 12, windows of 3², for tests",
         _image("Swin", image_size=24, patch_size=2, embed_dim=12, depths=[2, 2], num_heads=[2, 3], window_size=3),
         Sizes(3, 0, 5),
+        adapted=("q_proj", "v_proj"),
     ),
     "clip-odd": Entry(
         "CLIP, 2 + 2 layers, for tests",
