@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from layoutopt.factors import Factor
 from layoutopt.reduce import Domain
 from layoutopt.states import SCALE, Network
-from layoutopt.sweeps import sweep
+from layoutopt.sweeps import Prepared, sweep
 from layoutopt.treewidth import Answer, Limits, OutOfTimeError, eliminate
 
 __all__ = ["Outcome", "remaining", "search"]
@@ -27,7 +27,9 @@ _FIRST_ROWS = 1 << 14
 _ROWS_GROWTH = 8
 """Rows of a table at first, and how the number grows where these led nowhere."""
 _LEAP = 6
-"""A step after an elimination is so many times the last."""
+"""A step after an elimination is so many times the last; twice once that was too much."""
+_FAILURES = 8
+"""Eliminations with as many rows as allowed that may lead nowhere before the rest is left to HiGHS."""
 _FINE = 64
 """The first step above a bound is this part of what lies between it and what is to be reached."""
 
@@ -93,6 +95,13 @@ class _Base:
     paid: int
     settled: dict[int, int]
     top: int
+    _prepared: list[Prepared] = field(default_factory=list, compare=False, repr=False)
+
+    def prepared(self, sizes: tuple[int, ...]) -> Prepared:
+        """The tables as ``sweep`` likes them, kept."""
+        if not self._prepared:
+            self._prepared.append(Prepared(self.factors, sizes))
+        return self._prepared[0]
 
 
 class _Search:
@@ -128,7 +137,7 @@ class _Search:
             return
         base, fresh = whole, False
         step = max(SCALE, (self.high - self.low) // _FINE) if sweeps else self.high - self.low
-        rows = min(_FIRST_ROWS, self.limits.rows)
+        rows, failed, leap = min(_FIRST_ROWS, self.limits.rows), 0, _LEAP
         while not self.closed:
             self._in_time()
             top = min(self.low + step, self.high - SCALE)
@@ -153,11 +162,13 @@ class _Search:
             self._take(answer, within)
             if answer.exact:
                 self.low = top if answer.cost is None else self.high - SCALE
-                rows = min(_FIRST_ROWS, self.limits.rows)
-                step = _LEAP * (top - within.paid) + SCALE
+                step = leap * (top - within.paid) + SCALE
             elif answer.cost is None or not sweeps:
-                if rows >= self.limits.rows:
+                # Too much at once: a smaller step, and more rows.
+                failed, leap = failed + (rows >= self.limits.rows), 2
+                if failed > _FAILURES:
                     return
+                step = max((top - self.low) // 3, 1)
                 rows = min(rows * _ROWS_GROWTH, self.limits.rows)
 
     def _in_time(self) -> None:
@@ -166,7 +177,9 @@ class _Search:
 
     def _sweep(self, base: _Base, top: int, rounds: int) -> _Base | None:
         """Sweep within ``top``; None where that refutes it. Either way ``low`` says what is refuted."""
-        swept = sweep(base.factors, self.network.sizes, top - base.paid, rounds, self.limits.deadline)
+        swept = sweep(
+            base.prepared(self.network.sizes), self.network.sizes, top - base.paid, rounds, self.limits.deadline
+        )
         if swept is None:
             self.low = max(self.low, top)
             return None

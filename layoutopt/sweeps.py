@@ -10,6 +10,7 @@ variables with one value left are settled.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from layoutopt.factors import Factor
 
-__all__ = ["Swept", "sweep"]
+__all__ = ["Prepared", "Swept", "sweep"]
 
 Ints = NDArray[np.int64]
 
@@ -49,12 +50,12 @@ class Swept:
 
 
 def sweep(
-    factors: Sequence[Factor], sizes: Sequence[int], budget: int, rounds: int, deadline: float = float("inf")
+    factors: Sequence[Factor] | Prepared, sizes: Sequence[int], budget: int, rounds: int, deadline: float = float("inf")
 ) -> Swept | None:
     """Move costs about; drop what cannot be part of an assignment within the budget.
 
     Args:
-        factors: tables without negative costs; variables are visited in the order of their numbers.
+        factors: tables without negative costs, or prepared; variables are visited in the order of their numbers.
         sizes: values per variable.
         budget: assignments that cost more may be lost.
         rounds: passes in each direction at most.
@@ -64,33 +65,41 @@ def sweep(
         A constant and tables that together cost the same as before for every assignment within the budget, or None
         where there is none.
     """
-    order = sorted({v for table in factors for v in table.scope})
-    if not order:
-        constant = sum(int(table.costs.min(initial=DEAD)) for table in factors)
+    flat = factors if isinstance(factors, Prepared) else Prepared(factors, sizes)
+    if not flat.order:
+        constant = sum(int(table.costs.min(initial=DEAD)) for table in flat.factors)
         return Swept(constant, [], {}, {}) if constant <= budget else None
-    flat = _Flat(factors, order, sizes)
-    constant = flat.run(budget, rounds, deadline)
-    return None if constant < 0 else flat.result(constant, budget)
+    work = _Work(flat)
+    constant = work.run(budget, rounds, deadline)
+    return None if constant < 0 else work.result(constant, budget)
 
 
-class _Flat:
-    """The tables end to end in a few arrays, variables by rank."""
+class Prepared:
+    """Tables end to end in a few arrays, variables by rank: worth keeping where they are swept more than once.
 
-    def __init__(self, factors: Sequence[Factor], order: list[int], sizes: Sequence[int]) -> None:
-        self.factors, self.order = factors, order
+    Args:
+        factors: tables without negative costs.
+        sizes: values per variable.
+    """
+
+    def __init__(self, factors: Sequence[Factor], sizes: Sequence[int]) -> None:
+        self.factors = factors
+        self.order = order = sorted({v for table in factors for v in table.scope})
+        if not order:
+            return
         rank = {v: i for i, v in enumerate(order)}
         self.scope = np.array([rank[v] for table in factors for v in table.scope], dtype=np.int64)
         self.arity = np.array([len(table.scope) for table in factors], dtype=np.int64)
-        self.rows = np.array([len(table.costs) for table in factors], dtype=np.int64)
-        self.row_first = _starts(self.rows)
-        self.value_first = _starts(self.rows * self.arity)
+        rows = np.array([len(table.costs) for table in factors], dtype=np.int64)
+        self.row_first = _starts(rows)
+        self.value_first = _starts(rows * self.arity)
+        self.scope_first = _starts(self.arity)
         self.values = np.concatenate([table.rows.ravel() for table in factors])
         self.costs = np.concatenate([table.costs for table in factors])
         self.size = np.array([sizes[v] for v in order], dtype=np.int64)
         self.unary_first = _starts(self.size)
-        self.unary = np.zeros(int(self.unary_first[-1]), dtype=np.int64)
         owner = np.repeat(np.arange(len(factors)), self.arity)
-        column = np.arange(len(self.scope)) - np.repeat(_starts(self.arity)[:-1], self.arity)
+        column = np.arange(len(self.scope)) - np.repeat(self.scope_first[:-1], self.arity)
         by_variable = np.argsort(self.scope, kind="stable")
         self.around_first = np.searchsorted(self.scope[by_variable], np.arange(len(order) + 1))
         self.around = np.stack([owner[by_variable], column[by_variable]], axis=1)
@@ -98,6 +107,15 @@ class _Flat:
         np.minimum.at(self.low, owner, self.scope)
         self.high = np.full(len(factors), -1, dtype=np.int64)
         np.maximum.at(self.high, owner, self.scope)
+
+
+class _Work:
+    """The costs of prepared tables, on the move."""
+
+    def __init__(self, flat: Prepared) -> None:
+        self.flat = flat
+        self.costs = flat.costs.copy()
+        self.unary = np.zeros(int(flat.unary_first[-1]), dtype=np.int64)
 
     def run(self, budget: int, rounds: int, deadline: float) -> int:
         """The constant, or -1 where nothing is left within the budget."""
@@ -112,59 +130,61 @@ class _Flat:
         return constant
 
     def _pass(self, forward: bool, constant: int, budget: int) -> int:
+        flat = self.flat
         return _pass(
             forward,
             constant,
             budget,
             self.unary,
             self.costs,
-            self.values,
-            self.row_first,
-            self.value_first,
-            self.arity,
-            self.size,
-            self.unary_first,
-            self.around_first,
-            self.around,
-            self.low,
-            self.high,
+            flat.values,
+            flat.row_first,
+            flat.value_first,
+            flat.arity,
+            flat.size,
+            flat.unary_first,
+            flat.around_first,
+            flat.around,
+            flat.low,
+            flat.high,
         )
 
     def result(self, constant: int, budget: int) -> Swept | None:
         """Tables again, without what is dead and without settled variables."""
-        left = budget - constant
+        flat, left = self.flat, budget - constant
         alive = self.unary <= left
-        # Every value of every row: is it alive?
-        owner = np.repeat(np.arange(len(self.factors)), self.rows)
-        wide = self.arity[owner]
-        position = np.arange(len(self.values)) - np.repeat(_starts(wide)[:-1], wide)
-        variable = self.scope[np.repeat(_starts(self.arity)[:-1][owner], wide) + position]
-        dead = np.zeros(len(self.costs), dtype=np.int64)
-        np.add.at(dead, np.repeat(np.arange(len(self.costs)), wide), ~alive[self.unary_first[variable] + self.values])
-        kept = (dead == 0) & (self.costs <= left)
-        counts = np.add.reduceat(alive.astype(np.int64), self.unary_first[:-1])
+        counts = np.add.reduceat(alive.astype(np.int64), flat.unary_first[:-1])
         if (counts == 0).any():
             return None
-        single = counts == 1
-        settled, masks, out = {}, {}, []
-        for i, v in enumerate(self.order):
-            own = slice(int(self.unary_first[i]), int(self.unary_first[i + 1]))
-            masks[v] = alive[own]
-            if single[i]:
-                settled[v] = int(alive[own].argmax())
-                constant += int(self.unary[own][settled[v]])
-            elif self.unary[own][alive[own]].any():
-                values = np.flatnonzero(alive[own])
-                out.append(Factor((v,), values[:, None], self.unary[own][values]))
-        for f, table in enumerate(self.factors):
-            mine = kept[self.row_first[f] : self.row_first[f + 1]]
-            costs = self.costs[self.row_first[f] : self.row_first[f + 1]][mine]
+        own = [slice(a, b) for a, b in itertools.pairwise(flat.unary_first.tolist())]
+        masks = {v: alive[mine] for v, mine in zip(flat.order, own, strict=True)}
+        settled = {flat.order[i]: int(masks[flat.order[i]].argmax()) for i in np.flatnonzero(counts == 1).tolist()}
+        kept = _fold(
+            self.unary,
+            alive,
+            self.costs,
+            flat.values,
+            flat.row_first,
+            flat.value_first,
+            flat.arity,
+            flat.scope,
+            flat.scope_first,
+            flat.unary_first,
+        )
+        kept &= self.costs <= left
+        out = []
+        bounds = flat.row_first.tolist()
+        for table, low, high in zip(flat.factors, bounds, bounds[1:], strict=False):
+            mine = kept[low:high]
+            costs = self.costs[low:high][mine]
             if not len(costs):
                 return None
             columns = [k for k, v in enumerate(table.scope) if v not in settled]
             if columns:
-                rows = table.rows[mine][:, columns]
-                out.append(Factor(tuple(table.scope[k] for k in columns), rows, costs))
+                rows = table.rows[mine]
+                whole = len(columns) == len(table.scope)
+                scope = table.scope if whole else tuple(table.scope[k] for k in columns)
+                out.append(Factor(scope, rows if whole else rows[:, columns], costs))
             else:
                 constant += int(costs.min())
         return Swept(constant, out, settled, masks) if constant <= budget else None
@@ -252,3 +272,34 @@ def _pass(
                     if costs[i] > budget - constant:
                         costs[i] = DEAD
     return constant
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _fold(
+    unary: Ints,
+    alive: NDArray[np.bool_],
+    costs: Ints,
+    values: Ints,
+    row_first: Ints,
+    value_first: Ints,
+    arity: Ints,
+    scope: Ints,
+    scope_first: Ints,
+    unary_first: Ints,
+) -> NDArray[np.bool_]:
+    """Which rows have living values only; every variable's own costs go to the first table that knows it."""
+    kept = np.ones(len(costs), dtype=np.bool_)
+    paid = np.zeros(len(unary_first) - 1, dtype=np.bool_)
+    for f in range(len(arity)):
+        for k in range(arity[f]):
+            v = scope[scope_first[f] + k]
+            at = value_first[f] + k
+            for i in range(row_first[f], row_first[f + 1]):
+                x = unary_first[v] + values[at]
+                at += arity[f]
+                if not alive[x]:
+                    kept[i] = False
+                elif not paid[v] and kept[i]:
+                    costs[i] += unary[x]
+            paid[v] = True
+    return kept

@@ -87,7 +87,7 @@ def eliminate(factors: Iterable[Factor], sizes: Sequence[int], budget: int, limi
         sizes: values per variable.
         budget: what the assignment may cost.
         limits: of rows and time.
-        rounds: sweeps whenever tables have grown; 0 for plain elimination.
+        rounds: of sweeps whenever tables have grown; 0 for plain elimination.
 
     Raises:
         OutOfTimeError: the deadline has passed.
@@ -102,6 +102,7 @@ class _Elimination:
 
     def __init__(self, factors: list[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int) -> None:
         self.sizes, self.budget, self.limits, self.rounds = list(sizes), budget, limits, rounds
+        self.counts = list(sizes)
         self.offset = 0
         self.largest = 0
         self.exact = True
@@ -118,7 +119,7 @@ class _Elimination:
 
     def run(self) -> bool:
         """Eliminate everything, then read the values off in reverse; False where nothing is within the budget."""
-        if not all(self._add(table) for table in self.initial) or (self.rounds and not self._sweep()):
+        if not all(self._add(table) for table in self.initial):
             return False
         heap = self._heap()
         while heap:
@@ -147,7 +148,14 @@ class _Elimination:
             self.values[step.variable] = int(step.value[at])
         return True
 
+    def _count(self) -> None:
+        """How many values each variable has left, by the tables that know it."""
+        for table in self.factors.values():
+            for k, v in enumerate(table.scope):
+                self.counts[v] = min(self.counts[v], int(np.count_nonzero(np.bincount(table.rows[:, k]))))
+
     def _heap(self) -> list[tuple[int, int]]:
+        self._count()
         heap = [(self._estimate(v), v) for v in range(len(self.sizes)) if self.around[v]]
         heapq.heapify(heap)
         return heap
@@ -185,7 +193,7 @@ class _Elimination:
         """Rows of the table that eliminating ``v`` would make, at most."""
         tables = [self.factors[f] for f in self.around[v]]
         scope = {u for t in tables for u in t.scope}
-        return min(prod(self.sizes[u] for u in scope), prod(len(t.costs) for t in tables))
+        return min(prod(self.counts[u] for u in scope), prod(len(t.costs) for t in tables))
 
     def _eliminate(self, v: int) -> set[int] | None:
         if time.perf_counter() > self.limits.deadline:
