@@ -150,7 +150,9 @@ def calibrate(
         if number >= LEAST_ROUNDS and spent() > 1:
             break
         session.round()
-    return _finish(model, session.records(), session.refused, time.monotonic() - begin)
+    out = _finish(model, session.records(), session.refused, time.monotonic() - begin)
+    session.close()
+    return out
 
 
 def _arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
@@ -203,6 +205,10 @@ class _Session:
                 break
         self._prepared |= ready
         self._rounds += [self._bench.round(ready, backwards=n % 2 == 1) for n in range(BATCH_ROUNDS) if ready]
+
+    def close(self) -> None:
+        """Let go of kernels and their regions before the arenas they lie in: some drivers crash the other way round."""
+        self._prepared.clear()
 
     def knows(self, key: str) -> bool:
         """Whether a kernel was measured, now or in the earlier session."""

@@ -72,19 +72,22 @@ class Executor:
         for name in (*graph.outputs, *keep):
             self._alive_slot(name)
         self._initial = self._starting_values(values or {}, seed)
+        self._uploads: deque[list[Any]] = deque()
+        self._step_calls: list[tuple[Call, ...]] = []
+        self._calls: list[Call] = []
+        self._forward_calls: list[Call] = []
+        self._buffers: dict[str, Any] = {}
         self._arena = runtime.allocate(plan.arena_bytes)
         if poison:
             runtime.fill(self._arena, 0xFF)
-        self._buffers = {
-            slot.name: runtime.region(self._arena, slot.offset_bytes, slot.size_bytes) for slot in plan.arena
-        }
+        for slot in plan.arena:
+            self._buffers[slot.name] = runtime.region(self._arena, slot.offset_bytes, slot.size_bytes)
         self.steps = bind(graph, plan, self.limits)
         self._sources = self._specialise()
-        self._step_calls = [self._prepare(step) for step in self.steps]
-        self._calls = [call for calls in self._step_calls for call in calls]
+        self._step_calls += [self._prepare(step) for step in self.steps]
+        self._calls += [call for calls in self._step_calls for call in calls]
         wanted, self._forward_inputs = self._forward_part()
-        self._forward_calls = [call for i in wanted for call in self._step_calls[i]]
-        self._uploads: deque[list[Any]] = deque()
+        self._forward_calls += [call for i in wanted for call in self._step_calls[i]]
         for tensor in graph.by_role("constant"):
             if graph.storage_of[tensor.name] in self._layouts:
                 value = np.broadcast_to(np.asarray(graph.constants[tensor.name]), tensor.shape)
@@ -339,3 +342,20 @@ class Executor:
         """Wait for every enqueued step."""
         self.runtime.finish()
         self._uploads.clear()
+
+    def close(self) -> None:
+        """Give the device's memory back; the executor is of no further use.
+
+        In an order of our own, kernels before the regions that they are bound to, regions before the arena that they
+        lie in: left to Python, the arena went first, and NVIDIA's driver (580) then crashed the process.
+        """
+        if self.__dict__.get("_arena") is None:
+            return
+        self.finish()
+        for held in (self._forward_calls, self._calls, self._step_calls):
+            held.clear()
+        self._buffers.clear()
+        self._arena = None
+
+    def __del__(self) -> None:
+        self.close()
