@@ -65,7 +65,8 @@ def test_rows(device_index: int, kind: str, shape: tuple[int, int], names: tuple
     spec, inputs = case(kind, *shape)
     # The scalar fallback adds up a row one by one: its rounding grows with the row.
     ran = check_all(device_index, spec, laid_out(spec, *names), inputs, rtol=1e-5 if shape[1] < 1000 else 1e-4)
-    assert {"item", "group"} <= ran
+    # A CPU runs the GPU's variants too, for their results; a GPU has no use for the CPU's fat items.
+    assert ran >= ({"group"} if devices()[device_index].limits.kind == "gpu" else {"item", "group"})
     assert ("cols" in ran) == (names[0] in ("row panels", "transposed"))
 
 
