@@ -95,7 +95,9 @@ def check_all(
 
 def touched(kernel: Kernel, nest: Nest, operand: int, write: bool, data: Mapping[int, np.ndarray]) -> list[int]:
     """Element offsets of an operand that a nest accesses, with repetitions, by plain enumeration."""
-    offsets = kernel.operand_layout(operand).linear_offsets()
+    launch = next((x for x in kernel.launches if x.nest is nest), None)
+    layout = kernel.operand_layout(operand) if launch is None else kernel.launch_layout(launch, operand)
+    offsets = layout.linear_offsets()
     out: list[int] = []
     for phase in nest.phases:
         for access in phase.accesses:

@@ -1,11 +1,11 @@
 """Convolution and its two gradients, mostly as matrix products over windows that are never copied out.
 
 ``outer.n``, ``outer.m`` and ``dot`` are the contraction family's kernels, run on views: rows m are pixels (n, i, j),
-columns n are output channels, k counts taps and input channels; for the weights' gradient m is output channels, n counts
-taps and input channels, and k is pixels. So vectors lie along output channels, along pixels, or along input channels
-(along pixels, for the weights' gradient). An image whose windows leave it is first copied into a workspace with a
-border of zeros, in the order that the variant's vectors want. ``pack=1`` also copies the other operand (weights, or
-the output's gradient) into panels; weights that are read backwards always are. Batches are groups.
+columns n are output channels, k counts taps and input channels; for the weights' gradient m is output channels, n
+counts taps and input channels, and k is pixels. So vectors lie along output channels, along pixels, or along input
+channels (along pixels, for the weights' gradient). An image whose windows leave it is first copied into a workspace
+with a border of zeros, in the order that the variant's vectors want. ``pack=1`` also copies the other operand
+(weights, or the output's gradient) into panels; weights that are read backwards always are. Batches are groups.
 
 ``direct.w`` and ``direct.c`` compute from the definition, over any layouts: for depthwise convolutions, and whatever
 the others do not accept.
@@ -52,25 +52,14 @@ class Convolution:
         product_spec = _product_spec(spec)
         groups, m, k = product_spec.shapes[0]
         n = product_spec.shapes[1][2]
-        if groups == 1 or m * n * k >= 4096 and min(m, n, k) >= 4:
+        if groups == 1 or (m * n * k >= 4096 and min(m, n, k) >= 4):
             seen = dict.fromkeys(_PRODUCTS, 0)
             for made in CONTRACTION.variants(product_spec, limits):
                 if seen.get(made.name, 99) < _PRODUCTS.get(made.name, 0):
                     seen[made.name] += 1
                     for packed in (0, 1):
                         out.append(KernelVariant(self.name, made.name, (*made.params, ("pack", packed))))
-        thin = limits.kind == "gpu"
-        weights = spec.kind == "conv_grad_weight"
-        lanes = {"direct.w": 1 if weights else 32, "direct.c": max(limits.simd_width, 4)}
-        for name, block in lanes.items():
-            items = _THIN_ITEMS if thin else 1
-            if thin and name == "direct.c":
-                # Blocks of channels must lie inside a group.
-                channels = spec.shapes[2][1 if spec.kind != "conv_grad_weight" else 0]
-                items = min(items, gcd(items, channels // Window.of(dict(spec.attrs)).groups) * 1) if groups > 1 else items
-                items = items if channels != groups else _THIN_ITEMS
-            out.append(KernelVariant(self.name, name, (("block", 1 if thin else block), ("items", items))))
-        return out
+        return out + [_direct(name, spec, limits) for name in ("direct.w", "direct.c")]
 
     def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
         """The kernel, or None where the vectors' axis is not contiguous enough, a view tears a tile, or in an image."""
@@ -78,10 +67,23 @@ class Convolution:
             return None
         if variant.name.startswith("direct"):
             launches = direct_launches(variant, spec)
-            return launches and Kernel(spec, variant, layouts, launches)
+            return None if launches is None else Kernel(spec, variant, layouts, launches)
         builder = _Product(variant, spec, layouts)
         built = builder.weight() if spec.kind == "conv_grad_weight" else builder.correlate()
         return Kernel(spec, variant, layouts, tuple(builder.launches), tuple(builder.scratch)) if built else None
+
+
+def _direct(name: str, spec: OpSpec, limits: DeviceLimits) -> KernelVariant:
+    """Blocks of neighbouring results: pixels of a row (taps have no neighbours), or channels."""
+    gradient = spec.kind == "conv_grad_weight"
+    if limits.kind != "gpu":
+        block = max(limits.simd_width, 4) if name == "direct.c" else 1 if gradient else 2 * limits.simd_width
+        return KernelVariant("convolution", name, (("block", block), ("items", 1)))
+    items, groups = _THIN_ITEMS, Window.of(dict(spec.attrs)).groups
+    channels = spec.shapes[2][0 if gradient else 1] // groups
+    if name == "direct.c" and groups > 1 and channels > 1:
+        items = gcd(items, channels)  # a work group's channels lie in one group of the convolution
+    return KernelVariant("convolution", name, (("block", 1), ("items", items)))
 
 
 def _product_spec(spec: OpSpec) -> OpSpec:
@@ -115,7 +117,7 @@ class _Product:
         self.scratch: list[Scratch] = []
 
     def correlate(self) -> bool:
-        """conv and conv_grad_input: image, weights, output."""
+        """Kinds conv and conv_grad_input: image, weights, output."""
         spec, g, forward = self.spec, self.window.groups, self.spec.kind == "conv"
         out = spec.shapes[2]
         parts = correlations(spec.kind, self.window, out[2:], spec.shapes[1][2:])  # type: ignore[arg-type]
@@ -147,7 +149,7 @@ class _Product:
         return True
 
     def weight(self) -> bool:
-        """conv_grad_weight: output's gradient [g, o, pixels] times windows [g, pixels, taps·channels]."""
+        """Kind conv_grad_weight: output's gradient [g, o, pixels] times windows [g, pixels, taps·channels]."""
         g, (_, _, oh, ow) = self.window.groups, self.spec.shapes[0]
         (axes,) = correlations(self.spec.kind, self.window, (oh, ow), self.spec.shapes[2][2:])  # type: ignore[arg-type]
         dy, dw = grouped(self.layouts[0], 1, g), grouped(self.layouts[2], 0, g)
@@ -168,7 +170,7 @@ class _Product:
     def _image(
         self, position: int, live: list[tuple[Axis, Axis]], along_pixels: bool
     ) -> tuple[Layout | None, int, tuple[int, int]]:
-        """The image as [g, n, c, h, w]: where it is, or with its border in a workspace; its position; its first h, w."""
+        """The image as [g, n, c, h, w], where it is or in a workspace with its border; its position; its first h, w."""
         n, channels, *extents = self.spec.shapes[position]
         g = self.window.groups
         spans = [reach([p[i] for p in live], extents[i]) for i in (0, 1)]
@@ -187,7 +189,9 @@ class _Product:
         """The taps of a correlation in panels, as [g, o, c, t, u]."""
         h, w = axes
         g, o, c = shape[:3]
-        panels = Layout.of((g, o, c, h.taps, w.taps), [(0, None), (1, None), (3, None), (4, None), (2, None), *self._panel(1)])
+        panels = Layout.of(
+            (g, o, c, h.taps, w.taps), [(0, None), (1, None), (3, None), (4, None), (2, None), *self._panel(1)]
+        )
         out, within = ("d1", "d2") if forward else ("d2", "d1")
         outs = o if forward else c
         taps = [Index(a.first, (Term(d, a.skip),)) for a, d in ((h, "d3"), (w, "d4"))]

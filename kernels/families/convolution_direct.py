@@ -1,7 +1,7 @@
 """Convolutions from their definition: launches of ``cl/convolution_direct.cl``.
 
-A work item holds ``block`` neighbouring results: pixels of a row (``direct.w``, any layouts) or channels (``direct.c``).
-On a GPU a block is one result and a work group is ``items`` of them.
+A work item holds ``block`` neighbouring results: pixels of a row (``direct.w``, any layouts) or channels
+(``direct.c``). On a GPU a block is one result and a work group is ``items`` of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def direct_launches(variant: KernelVariant, spec: OpSpec) -> tuple[Launch, ...] 
     window = Window.of(dict(spec.attrs))
     if spec.kind == "conv_grad_weight":
         launch = _weight(variant, spec, window)
-        return launch and (launch,)
+        return None if launch is None else (launch,)
     (_, _, h, w), kernel = spec.shapes[2], spec.shapes[1][2:]
     parts = correlations(spec.kind, window, (h, w), kernel)  # type: ignore[arg-type]
     launches = [_correlate(variant, spec, window.groups, axes) for axes in parts]

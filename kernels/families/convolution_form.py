@@ -119,7 +119,7 @@ def grouped(layout: Layout, axis: int, groups: int) -> Layout | None:
 
 
 def window_layout(layout: Layout, axes: tuple[Axis, Axis], weights: bool = False) -> Layout | None:
-    """[g, a, b, h, w] seen as [g, a, b, i, t, j, u] by the correlation's image (or weight: [g, a, b, t, u]) coordinates.
+    """An image [g, n, c, h, w] seen as [g, n, c, i, t, j, u], or weights [g, o, c, r, s] as [g, o, c, t, u].
 
     None where a spatial axis has no constant stride, or where a coordinate lies outside.
     """

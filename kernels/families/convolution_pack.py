@@ -15,11 +15,11 @@ Source = tuple[Index, ...]
 """Per axis of the source its coordinate, over loops named d0…d4: the destination's coordinates."""
 
 _ROW_ELEMS = 1024
-_ROWS = 16
+_BLOCK = 16
 _THIN_ITEMS = 64
 
 
-def pack(source: int, s: Layout, at: Source, target: int, d: Layout, limits_kind: str) -> Launch:
+def pack(source: int, s: Layout, at: Source, target: int, d: Layout, device: str) -> Launch:
     """``d[d0..d4] = s[at]``, zero where that lies outside.
 
     Args:
@@ -28,84 +28,127 @@ def pack(source: int, s: Layout, at: Source, target: int, d: Layout, limits_kind
         at: where each element comes from.
         target: operand position.
         d: the layout of five axes that this launch indexes it by.
-        limits_kind: "cpu" or "gpu".
+        device: "cpu" or "gpu".
     """
-    return _launch(source, s, at, target, d, limits_kind)
-
-
-def fill(target: int, d: Layout, limits_kind: str) -> Launch:
-    """Zeros over a layout of five axes."""
-    return _launch(-1, None, (), target, d, limits_kind)
-
-
-def _launch(source: int, s: Layout | None, at: Source, target: int, d: Layout, kind: str) -> Launch:
-    inner = _contiguous(d)
-    outer = _outer(s, at, d, inner)
-    thin = kind == "gpu"
-    run = d.run(inner) if len(d.axis_modes(inner)) > 1 else d.shape[inner]
-    row = min(run if run > 1 else d.shape[inner], d.shape[inner], _THIN_ITEMS if thin else _ROW_ELEMS)
-    if not thin and s is not None and outer != inner and _source_contiguous(s, at) == outer:
-        row = min(row, 4 * _ROWS)  # a transposition: a block of lines of both sides stays in cache
-    rows = 1 if thin else min(_ROWS, d.shape[outer])
-    grid = [Loop(f"d{a}", d.shape[a], "group") for a in range(5) if a not in (inner, outer)]
-    grid += [Loop("fb", -(-d.shape[outer] // rows), "group"), Loop("eb", -(-d.shape[inner] // row), "group")]
-    if thin:
-        grid.append(Loop("et", row, "item"))
-    first = {outer: Index(0, (Term("fb", rows),)), inner: Index(0, (Term("eb", row),))}
-    if thin:
-        first[inner] += Index(0, (Term("et"),))
-    loops = (Loop("f", rows), Loop("e", 1 if thin else row))
-    place = {outer: first[outer] + Index(0, (Term("f"),)), inner: first[inner] + Index(0, (Term("e"),))}
-    coords = tuple(place.get(a, Index(0, (Term(f"d{a}"),))) for a in range(5))
-    accesses = [Access(target, coords, write=True)]
-    if s is not None:
-        accesses.insert(0, Access(source, tuple(_substitute(x, coords) for x in at)))
-    low, high, inside = _bounds(s, at, inner, d.shape[inner])
-    group, items = ndrange(grid)
-    defines: dict[str, str | int | float] = {
-        "ITEMS": items[0],
-        "DECODE": decode_c(grid),
-        "F": f"d{outer}",
-        "F_FIRST": index_c(first[outer]),
-        "F_BLOCK": rows,
-        "F_EXTENT": d.shape[outer],
-        "E": f"d{inner}",
-        "E_FIRST": index_c(first[inner]),
-        "E_BLOCK": 1 if thin else row,
-        "E_EXTENT": d.shape[inner],
-        "E_LOW": low,
-        "E_HIGH": high,
-        "ROW_INSIDE": inside,
-        "VALUE": "0.0f" if s is None else f"S_AT({','.join(index_c(x) for x in at)})",
+    inner = _inner(d)
+    strides = [_source_stride(s, at, a) for a in range(5)]
+    along = min((a for a in range(5) if d.shape[a] >= _BLOCK // 2), key=lambda a: strides[a], default=inner)
+    staged = device == "cpu" and along != inner and strides[along] == 1
+    outer = along if staged else _next(d, inner)
+    cut = _Cut(d, inner, outer, device, 4 * _BLOCK if staged else _ROW_ELEMS, strides)
+    coords = cut.coords
+    read = Access(source, tuple(_substitute(x, coords) for x in at))
+    write = Access(target, coords, write=True)
+    f, e = cut.loops
+    phases = (Phase((e, f), (read,)), Phase((f, e), (write,))) if staged else (Phase((f, e), (read, write)),)
+    low, high, inside = _bounds(s, at, outer if staged else inner, d)
+    value = f"S_AT({','.join(index_c(x) for x in at)})"
+    step = _source_step(s, at, outer if staged else inner)
+    constants: dict[str, str | int] = {
+        "STAGED": int(staged),
+        "LOW": low,
+        "HIGH": high,
+        "INSIDE": inside,
+        "VALUE": value,
+        "S_STEP": step,
     }
-    if s is None:
-        defines["FILL"] = 1
-    operands = (("S", source), ("D", target)) if s is not None else (("D", target),)
-    views = ((target, d),) if s is None else ((source, s), (target, d))
-    nest = Nest(tuple(grid), (Phase(loops, tuple(accesses)),))
-    return Launch(
-        "convolution_pack.cl", "convolution_pack", operands, nest, group, items, tuple(defines.items()), views=views
-    )
+    return cut.launch((("S", source), ("D", target)), phases, constants, ((source, s), (target, d)))
 
 
-def _contiguous(d: Layout) -> int:
-    runs = [d.run(a) if d.shape[a] > 1 else 0 for a in range(5)]
-    return max(range(5), key=lambda a: (runs[a], d.shape[a]))
+def fill(target: int, d: Layout, device: str) -> Launch:
+    """Zeros over a layout of five axes."""
+    inner = _inner(d)
+    cut = _Cut(d, inner, _next(d, inner), device, _ROW_ELEMS, [0] * 5)
+    f, e = cut.loops
+    phases = (Phase((f, e), (Access(target, cut.coords, write=True),)),)
+    constants: dict[str, str | int] = {"FILL": 1, "STAGED": 0, "LOW": 0, "HIGH": 0, "INSIDE": "0", "S_STEP": 0}
+    return cut.launch((("D", target),), phases, constants, ((target, d),))
 
 
-def _source_contiguous(s: Layout, at: Source) -> int:
-    """The destination's axis along which the source is contiguous, or -1."""
-    for axis, place in enumerate(at):
-        if s.shape[axis] > 1 and s.run(axis) > 1:
-            return next((int(t.loop[1:]) for t in place.terms if abs(t.coef) == 1), -1)
-    return -1
+class _Cut:
+    """How the destination is cut into work items: blocks of two axes, on a GPU single elements along the inner one."""
+
+    def __init__(self, d: Layout, inner: int, outer: int, device: str, row: int, strides: list[int]) -> None:
+        self.d, self.inner, self.outer = d, inner, outer
+        thin = device == "gpu"
+        tile = d.run(inner) if len(d.axis_modes(inner)) > 1 else 1
+        row = min(tile if tile > 1 else row, d.shape[inner], _THIN_ITEMS if thin else row)
+        rows = 1 if thin else min(_BLOCK, d.shape[outer])
+        self.rows, self.row = rows, 1 if thin else row
+        loops = [(strides[a], Loop(f"d{a}", d.shape[a], "group")) for a in range(5) if a not in (inner, outer)]
+        loops.append((strides[outer] * rows, Loop("fb", -(-d.shape[outer] // rows), "group")))
+        loops.append((strides[inner] * row, Loop("eb", -(-d.shape[inner] // row), "group")))
+        # Items that read neighbouring memory follow each other.
+        self.grid = [loop for _, loop in sorted(loops, key=lambda pair: -pair[0])]
+        first_e = [Term("eb", row)]
+        if thin:
+            self.grid.append(Loop("et", row, "item"))
+            first_e.append(Term("et"))
+        self.first = {outer: Index(0, (Term("fb", rows),)), inner: Index(0, tuple(first_e))}
+        self.loops = Loop("f", self.rows), Loop("e", self.row)
+        place = {outer: self.first[outer] + Index(0, (Term("f"),)), inner: self.first[inner] + Index(0, (Term("e"),))}
+        self.coords = tuple(place.get(a, Index(0, (Term(f"d{a}"),))) for a in range(5))
+
+    def launch(
+        self,
+        operands: tuple[tuple[str, int], ...],
+        phases: tuple[Phase, ...],
+        constants: dict[str, str | int],
+        views: tuple[tuple[int, Layout], ...],
+    ) -> Launch:
+        size, items = ndrange(self.grid)
+        defines: dict[str, str | int | float] = {"ITEMS": items[0], "DECODE": decode_c(self.grid)}
+        for name, axis, block in (("F", self.outer, self.rows), ("E", self.inner, self.row)):
+            defines[name] = f"d{axis}"
+            defines[f"{name}_FIRST"] = index_c(self.first[axis])
+            defines[f"{name}_BLOCK"], defines[f"{name}_EXTENT"] = block, self.d.shape[axis]
+        defines["D_STEP"] = _step(self.d, self.inner, self.row)
+        pairs = (*defines.items(), *constants.items())
+        nest = Nest(tuple(self.grid), phases)
+        return Launch("convolution_pack.cl", "convolution_pack", operands, nest, size, items, pairs, views=views)
 
 
-def _outer(s: Layout | None, at: Source, d: Layout, inner: int) -> int:
-    found = -1 if s is None else _source_contiguous(s, at)
-    if found in (-1, inner):
-        found = max((a for a in range(5) if a != inner), key=lambda a: d.shape[a])
-    return found
+def _inner(d: Layout) -> int:
+    """The axis along which the destination is contiguous, else the longest."""
+    return max(range(5), key=lambda a: (d.run(a) if d.shape[a] > 1 else 0, d.shape[a]))
+
+
+def _next(d: Layout, inner: int) -> int:
+    """The axis along which the destination's rows follow each other closest."""
+
+    def stride(axis: int) -> int:
+        modes = d.axis_modes(axis)
+        return modes[-1].stride if modes else d.size_elems
+
+    return min((a for a in range(5) if a != inner), key=stride)
+
+
+def _step(layout: Layout, axis: int, block: int) -> int:
+    """The stride of an axis inside blocks of it that begin at multiples of their length; 0 where it is not constant."""
+    modes = layout.axis_modes(axis)
+    if len(modes) > 1 and modes[-1].extent % block:
+        return 0
+    return modes[-1].stride if modes else 1
+
+
+def _source_step(s: Layout, at: Source, axis: int) -> int:
+    """Elements between the source's neighbours along a destination's axis; 0 where that is not constant."""
+    for source_axis, place in enumerate(at):
+        for term in place.terms:
+            if term.loop == f"d{axis}":
+                modes = s.axis_modes(source_axis)
+                return term.coef * modes[-1].stride if len(modes) == 1 else 0
+    return 0
+
+
+def _source_stride(s: Layout, at: Source, axis: int) -> int:
+    """Elements between neighbours along a destination's axis in the source's innermost tiles."""
+    for source_axis, place in enumerate(at):
+        for term in place.terms:
+            modes = s.axis_modes(source_axis)
+            if term.loop == f"d{axis}" and modes:
+                return abs(term.coef) * modes[-1].stride
+    return s.size_elems
 
 
 def _substitute(place: Index, coords: tuple[Index, ...]) -> Index:
@@ -116,20 +159,18 @@ def _substitute(place: Index, coords: tuple[Index, ...]) -> Index:
     return out
 
 
-def _bounds(s: Layout | None, at: Source, inner: int, extent: int) -> tuple[int, int, str]:
-    """Values of the inner axis for which the source exists, and the condition on the others."""
-    if s is None:
-        return extent, extent, "0"
-    low, high, tests = 0, extent, []
+def _bounds(s: Layout, at: Source, axis: int, d: Layout) -> tuple[int, int, str]:
+    """Values of one axis for which the source exists, and the condition on the others."""
+    low, high, tests = 0, d.shape[axis], []
     for place, n in zip(at, s.shape, strict=True):
-        names = {t.loop for t in place.terms}
-        if names == {f"d{inner}"} and len(place.terms) == 1:
-            values = [place.const + place.terms[0].coef * e for e in (0, extent - 1)]
-            if min(values) < 0 or max(values) >= n:
-                inside = [e for e in range(extent) if 0 <= place.const + place.terms[0].coef * e < n]
-                low, high = max(low, inside[0] if inside else extent), min(high, inside[-1] + 1 if inside else extent)
-        elif len(names) == 1 or place.const:
-            tests.append(f"({index_c(place)})>=0&&({index_c(place)})<{n}")
+        reach = [place.const, place.const + sum(t.coef * (d.shape[int(t.loop[1:])] - 1) for t in place.terms)]
+        if min(reach) >= 0 and max(reach) < n:
+            continue  # flips and borders concern one coordinate each: their ends are the extremes
+        if [t.loop for t in place.terms] == [f"d{axis}"]:
+            coef = place.terms[0].coef
+            inside = [x for x in range(d.shape[axis]) if 0 <= place.const + coef * x < n]
+            low, high = (max(low, inside[0]), min(high, inside[-1] + 1)) if inside else (0, 0)
+        else:
+            text = index_c(place)
+            tests.append(f"{text}>=0&&{text}<{n}")
     return low, max(low, high), "&&".join(tests) or "1"
-
-
