@@ -1,8 +1,9 @@
 """Candidate layouts: the few layouts that each storage of a graph may be materialised in.
 
 A storage's candidates come from the operations that touch it. Every contraction proposes, in the shape it sees, the
-layouts that its kernels like: column and row panels, R-Tiles, the transposed order. A proposal is pulled back through
-the operand's view to the storage's own shape, and dropped where the view would tear a tile. Point-by-point operations
+layouts that its kernels like: column and row panels, R-Tiles, the transposed order; every convolution proposes images
+with channels last or in blocks, and weights with input or output channels last. A proposal is pulled back through the
+operand's view to the storage's own shape, and dropped where the view would tear a tile. Point-by-point operations
 (pointwise, softmax, normalisation and their gradients) pass proposals on between their full-size operands, so that a
 chain can keep one layout and the optimizer's state can follow its parameter. What is proposed most often is kept, up to
 a cap; row-major is always first. Integers, small tensors and vectors stay row-major.
@@ -10,7 +11,7 @@ a cap; row-major is always first. Integers, small tensors and vectors stay row-m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -19,11 +20,20 @@ from layoutopt.graph import Op, Operand, Storage, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.view import View
 
-__all__ = ["Rules", "candidates", "fixed_storages", "proposals", "rules_for"]
+__all__ = [
+    "Rules",
+    "candidates",
+    "filter_proposals",
+    "fixed_storages",
+    "image_proposals",
+    "proposals",
+    "rules_for",
+]
 
 _POINT_BY_POINT = frozenset(
     ("pointwise", "softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad")
 )
+_CONVOLUTIONS = frozenset(("conv", "conv_grad_input", "conv_grad_weight"))
 _PASSED_ON = 0.5
 """What a proposal is worth after one operation has passed it on, as a share of its worth before."""
 _ROUNDS = 2
@@ -50,6 +60,9 @@ class Rules:
     small_elems: int = 256
 
 
+Propose = Callable[[tuple[int, ...], Rules], tuple[Layout, ...]]
+
+
 def rules_for(kind: str, simd_width: int) -> Rules:
     """Rules for a "cpu" (panels of a vector) or a "gpu" (short vectors, many items)."""
     if kind == "gpu":
@@ -73,6 +86,22 @@ def proposals(shape: tuple[int, ...], rules: Rules) -> tuple[Layout, ...]:
     return tuple(x for x in dict.fromkeys(out) if x != Layout.row_major(shape))
 
 
+def image_proposals(shape: tuple[int, ...], rules: Rules) -> tuple[Layout, ...]:
+    """Layouts of images [n, c, h, w], without row-major, best first: channels last, or in blocks of a vector or 4."""
+    out = [Layout.row_major(shape, (0, 2, 3, 1))]
+    for w in dict.fromkeys((*rules.panels, 4)):
+        out.append(Layout.of(shape, [(0, None), (1, None), (2, None), (3, None), (1, w)]))
+    return tuple(x for x in dict.fromkeys(out) if x != Layout.row_major(shape))
+
+
+def filter_proposals(shape: tuple[int, ...], rules: Rules) -> tuple[Layout, ...]:
+    """Layouts of weights [o, c, kh, kw], without row-major, best first: output or input channels last, panels."""
+    out = [Layout.row_major(shape, (2, 3, 1, 0)), Layout.row_major(shape, (0, 2, 3, 1))]
+    for w in rules.panels:
+        out.append(Layout.of(shape, [(0, None), (2, None), (3, None), (1, None), (0, w)]))
+    return tuple(x for x in dict.fromkeys(out) if x != Layout.row_major(shape))
+
+
 def fixed_storages(graph: TrainingGraph) -> frozenset[str]:
     """Storages that the host reads or writes: inputs, constants and graph outputs. Their primary is row-major."""
     names = {s.name for s in graph.storages.values() if s.role in ("input", "constant")}
@@ -91,12 +120,12 @@ def candidates(graph: TrainingGraph, rules: Rules) -> dict[str, tuple[Layout, ..
     votes: dict[str, dict[Layout, float]] = {name: {} for name in storages}
     flexible = {name for name, s in storages.items() if _is_flexible(s, rules)}
     for op in graph.ops:
-        if op.kind != "contraction":
+        if op.kind != "contraction" and op.kind not in _CONVOLUTIONS:
             continue
-        for operand in op.operands:
+        for position, operand in enumerate(op.operands):
             name = graph.storage_of[operand.tensor]
             if name in flexible:
-                for layout, worth in _pulled_back(graph, operand, storages[name], rules):
+                for layout, worth in _pulled_back(graph, operand, storages[name], rules, _proposes(op, position)):
                     votes[name][layout] = votes[name].get(layout, 0.0) + worth
     for _ in range(_ROUNDS):
         _pass_on(graph, votes, flexible, rules)
@@ -112,13 +141,20 @@ def _is_flexible(storage: Storage, rules: Rules) -> bool:
     return storage.dtype == "float32" and len(storage.shape) > 1 and prod(storage.shape) >= rules.small_elems
 
 
+def _proposes(op: Op, position: int) -> Propose:
+    """What proposes layouts for an operand: the op's kind, and whether it is a convolution's weights."""
+    if op.kind not in _CONVOLUTIONS:
+        return proposals
+    return filter_proposals if position == (2 if op.kind == "conv_grad_weight" else 1) else image_proposals
+
+
 def _pulled_back(
-    graph: TrainingGraph, operand: Operand, storage: Storage, rules: Rules
+    graph: TrainingGraph, operand: Operand, storage: Storage, rules: Rules, propose: Propose
 ) -> Iterator[tuple[Layout, float]]:
-    """What a contraction proposes for a storage, with its worth: the earlier in the rules, the more."""
+    """What an op proposes for a storage, with its worth: the earlier in the rules, the more."""
     bijective = operand.view.is_bijective
     shape = graph.operand_shape(operand) if bijective else storage.shape
-    ranked = proposals(shape, rules)
+    ranked = propose(shape, rules) if bijective else proposals(shape, rules)
     back = operand.view.inverse(storage.shape) if bijective else View()
     for rank, proposal in enumerate(ranked):
         layout = seen_through(back, proposal)

@@ -6,7 +6,15 @@ from math import prod
 
 import pytest
 
-from layoutopt.candidates import Rules, candidates, fixed_storages, proposals, rules_for
+from layoutopt.candidates import (
+    Rules,
+    candidates,
+    filter_proposals,
+    fixed_storages,
+    image_proposals,
+    proposals,
+    rules_for,
+)
 from layoutopt.graph import Expr, Op, Operand, Tensor, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.passes import run_passes
@@ -70,6 +78,42 @@ def test_batches_stay_outside() -> None:
 
 def test_vectors_have_no_proposals() -> None:
     assert proposals((7,), LOOSE) == proposals((7, 1), LOOSE) == proposals((), LOOSE) == ()
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_convolutions_offer_channels_last_and_blocks(kind: str) -> None:
+    """For images seen as they are or through a view, for weights, and for both gradients."""
+    x, w, y = (2, 32, 6, 8), (48, 32, 3, 3), (2, 48, 6, 8)
+    attrs = {"padding": (1, 1)}
+    image = View().then(("reshape", x))
+    graph = TrainingGraph(
+        "conv",
+        {
+            "x": Tensor("x", (2, 32, 48)),
+            "start": Tensor("start", (2, 32, 48), role="input"),
+            "w": Tensor("w", w, role="parameter"),
+            "y": Tensor("y", y),
+            "dx": Tensor("dx", x),
+            "dw": Tensor("dw", w, role="gradient"),
+        },
+        [
+            Op("x", "pointwise", (Operand("start"),), (Operand("x"),), {"expr": Expr((), (("x", 0),))}),
+            Op("y", "conv", (Operand("x", image), Operand("w")), (Operand("y"),), attrs),
+            Op("dx", "conv_grad_input", (Operand("y"), Operand("w")), (Operand("dx"),), attrs),
+            Op("dw", "conv_grad_weight", (Operand("y"), Operand("x", image)), (Operand("dw"),), attrs),
+        ],
+        (),
+    )
+    found = candidates(graph, RULES[kind])
+    for name, shape in (("y", y), ("dx", x)):
+        assert set(found[name]) == {Layout.row_major(shape), *image_proposals(shape, RULES[kind])}
+        assert found[name][1] == Layout.row_major(shape, (0, 2, 3, 1))
+        assert any(layout.run(1) == RULES[kind].panels[0] for layout in found[name])
+    for name in ("w", "dw"):
+        assert set(found[name]) == {Layout.row_major(w), *filter_proposals(w, RULES[kind])}
+        assert {Layout.row_major(w, (2, 3, 1, 0)), Layout.row_major(w, (0, 2, 3, 1))} <= set(found[name])
+    channels_last = Layout.row_major((2, 32, 48), (0, 2, 1))
+    assert channels_last in found["x"]
 
 
 def test_what_the_host_touches_is_fixed() -> None:
