@@ -153,7 +153,9 @@ def _trace(
         by_path = {f"model.{n}": names[id(p)] for n, p in module.named_parameters(remove_duplicate=False)}
         frozen = {n for n, p in module.named_parameters() if not p.requires_grad}
         with _told(module):
-            exported = torch.export.export(step, example, strict=False).run_decompositions({})
+            exported = torch.export.export(step, example, strict=False)
+            if _writes(exported.graph):
+                exported = exported.run_decompositions({})
     found.outputs = step.report.outputs
     flat, first = _bind(found, exported, keys, by_path, mode)
     found.trainable = [n for n in dict.fromkeys(found.parameters.values()) if n not in frozen]
@@ -254,6 +256,12 @@ def _annotate(graph: torch.fx.Graph, top: str) -> None:
         elif str(node.target) == "aten.view.default":
             # The products above leave other strides than torch's fused attention, under which this was a view.
             node.target = torch.ops.aten.reshape.default
+
+
+def _writes(graph: torch.fx.Graph) -> bool:
+    """Whether some op writes over its input: then the recording has to be made anew without."""
+    calls = (n.target for n in graph.nodes if n.op == "call_function")
+    return any(t._schema.is_mutable for t in calls if isinstance(t, torch._ops.OpOverload))
 
 
 _RATES = {  # where each op that drops takes its probability

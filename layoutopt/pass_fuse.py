@@ -6,6 +6,7 @@ the producer's inputs through the composed views, so the two need not run over t
 - *absorb*: nobody else reads the producer's results; it disappears.
 - *dissolve*: a few cheap instructions on one large input (adding a bias) are done again in each of several consumers,
   in any phase: its result need not be stored, and what is kept alive for the backward pass in its stead is the input.
+  A dropout mask, which is calculated from a seed and counts, is so made again wherever it is needed.
 - *join*: someone else reads the result; producer and consumer become one op with several outputs, which spares
   reading it once. Only within a phase and between near neighbours, so that nothing lives longer than it has to.
 
@@ -123,6 +124,9 @@ def fuse_pointwise(graph: TrainingGraph, notes: Notes | None = None) -> Training
     """Fuse pointwise ops as the module docstring says."""
     fuser = _Fuser(graph)
     for at in range(len(graph.ops)):
+        while fuser.absorb(at, only_free=True):
+            pass
+    for at in range(len(graph.ops)):
         fuser.dissolve(at)
     for at in range(len(graph.ops)):
         while fuser.absorb(at):
@@ -195,11 +199,22 @@ class _Fuser:
 
     # ---- the three forms --------------------------------------------------------------------------------------------
 
-    def absorb(self, at: int) -> bool:
-        """Take in one producer that nobody else needs; False where there is none."""
+    def _free(self, op: Op) -> bool:
+        """Whether an op makes much of next to nothing: a mask of counts, random numbers of a seed."""
+        return sum(self._size(o.tensor) for o in op.inputs) * 8 <= min(self._size(o.tensor) for o in op.outputs)
+
+    def absorb(self, at: int, only_free: bool = False) -> bool:
+        """Take in one producer that nobody else needs; False where there is none.
+
+        Args:
+            at: the consumer's position.
+            only_free: consider only producers that calculate from next to nothing, for consumers that do so too.
+        """
         for source in self._producers(at):
             consumer, producer = self._op(at), self._op(source)
             names = [o.tensor for o in producer.outputs]
+            if only_free and not (self._free(producer) and len(consumer.inputs) == 1):
+                continue
             if producer.phase != consumer.phase or any(n in self.graph.outputs for n in names):
                 continue
             if any(self.readers[n] != {at} for n in names) or not self._readable(producer, at):
@@ -237,11 +252,14 @@ class _Fuser:
     def dissolve(self, at: int) -> bool:
         """Do a cheap op again in each of its consumers; False where it must stay."""
         op = self.ops[at]
-        if op is None or not self._is_plain(at) or len(op.outputs) != 1 or not is_cheap(op.attrs["expr"], 2):
+        if op is None or not self._is_plain(at) or len(op.outputs) != 1:
             return False
         name = op.outputs[0].tensor
         readers = sorted(self.readers[name])
-        if name in self.graph.outputs or not 2 <= len(readers) <= MOST_COPIES:
+        free = self._free(op)
+        if not is_cheap(op.attrs["expr"], 12 if free else 2):
+            return False
+        if name in self.graph.outputs or not 2 <= len(readers) <= (len(self.ops) if free else MOST_COPIES):
             return False
         large = {o.tensor for o in op.inputs if 2 * self._size(o.tensor) > self._size(name)}
         computed = [n for n in large if n in self.writer]

@@ -16,7 +16,7 @@ from kernels.runtime import devices
 from kernels.spec import DeviceLimits, Kernel, KernelVariant
 from kernels.testing import check_kernel
 from kernels.variants import kernels_for
-from layoutopt.expr import ARITY
+from layoutopt.expr import ARITY, random_uniform
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
 from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec, touched
@@ -167,7 +167,34 @@ def test_own_functions_over_their_range(device_index: int, op: str) -> None:
         check_kernel(device, one, scaled, [np.ones(scaled[0].shape)], rtol=1e-6)
 
 
-_UNARY = sorted(o for o, n in ARITY.items() if n == 1 and o not in ("exp", "log", "sqrt", "rsqrt", "recip", "int"))
+@pytest.mark.parametrize("op", ["sin", "cos"])
+def test_sine_and_cosine(device_index: int, op: str) -> None:
+    x = np.linspace(-600, 600, 3001, dtype=np.float32)
+    expr = Expr(((op, ("x", 0)),), (("t", 0),))
+    check_all(
+        device_index, make_spec("pointwise", [x], [x.shape], {"expr": expr}), [Layout.row_major(x.shape)] * 2, [x]
+    )
+
+
+def test_random_numbers_have_the_same_bits_everywhere(device_index: int) -> None:
+    """A hash has no tolerance: scaled to whole numbers, device and interpreter give equal ones."""
+    shape = (37, 64)
+    rows, cols = np.arange(shape[0], dtype=np.int32)[:, None], np.arange(shape[1], dtype=np.int32)
+    index = (rows * 64 + cols - 1000).astype(np.int32)
+    seed = np.full(shape, -77, np.int32)
+    code = (("rand", ("x", 0), ("c", 3), ("x", 1)), ("mul", ("t", 0), ("c", float(2**24))), ("int", ("t", 1)))
+    spec = make_spec("pointwise", [seed, index], [shape], {"expr": Expr(code, (("t", 2),))}, out_dtypes=["int32"])
+    expected = (random_uniform(seed, np.array(3), index) * 2**24).astype(np.int32)
+    device = devices()[device_index].handle
+    kernels = kernels_of(spec, [Layout.row_major(shape)] * 3, CPU)
+    assert len(kernels) > 0
+    for kernel in kernels:
+        check_kernel(device, kernel, [seed, index], [expected], rtol=0)
+
+
+_UNARY = sorted(
+    o for o, n in ARITY.items() if n == 1 and o not in ("exp", "log", "sqrt", "rsqrt", "recip", "int", "sin", "cos")
+)
 _BINARY = sorted(o for o, n in ARITY.items() if n == 2 and o not in ("pow", "div"))
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kernels.reference import run
-from layoutopt.errors import GraphError
 from layoutopt.passes import run_passes
 
 torch = pytest.importorskip("torch")
@@ -40,7 +39,7 @@ def check(name: str, mode: str) -> None:
     assert got["loss"] == pytest.approx(expected_loss, rel=1e-7)
     assert {t.of for t in graph.by_role("gradient") if t.name in graph.outputs} == set(expected)
     assert max(gradient_errors(got, expected).values()) < 1e-6
-    passed, report = run_passes(graph)
+    passed, _ = run_passes(graph)
     again = run(passed, values)
     scale = max(float(np.abs(got[o]).max()) for o in graph.outputs)
     for output in graph.outputs:

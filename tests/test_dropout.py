@@ -1,0 +1,123 @@
+"""Dropout by a hash of seed and place: statistics, and one mask for the forward and the backward pass."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernels.reference import run
+from layoutopt.expr import random_uniform
+from layoutopt.graph import TrainingGraph
+from layoutopt.passes import run_passes
+
+N = 1 << 18
+PLACE = np.arange(N, dtype=np.int64)
+
+
+@pytest.mark.parametrize("seed", [0, 1, -5, 2**31 - 1])
+def test_numbers_are_uniform_and_have_no_pattern(seed: int) -> None:
+    u = random_uniform(np.array(seed), np.array(3), PLACE)
+    assert (u >= 0).all()
+    assert (u < 1).all()
+    assert (u * 2**24 == np.floor(u * 2**24)).all()
+    counts = np.histogram(u, 64, (0, 1))[0]
+    chi = float(((counts - N / 64) ** 2 / (N / 64)).sum())
+    assert 25 < chi < 120, "chi squared of 63 degrees of freedom: mean 63, deviation 11"
+    centred = (u - 0.5) * np.sqrt(12)
+    for lag in (1, 2, 3, 7, 64, 128, 257, 768, 4096):
+        assert abs(float((centred[lag:] * centred[:-lag]).mean())) < 5 / np.sqrt(N), lag
+
+
+@pytest.mark.parametrize(("one", "other"), [((0, 0), (1, 0)), ((0, 0), (0, 1)), ((7, 2), (8, 1)), ((5, 9), (9, 5))])
+def test_seeds_and_streams_are_independent(one: tuple[int, int], other: tuple[int, int]) -> None:
+    a, b = (random_uniform(np.array(s), np.array(t), PLACE) - 0.5 for s, t in (one, other))
+    assert abs(float((a * b).mean()) * 12) < 5 / np.sqrt(N)
+    assert not np.array_equal(np.sort(a), np.sort(b))
+
+
+def dropping(p: float) -> tuple[TrainingGraph, np.ndarray]:
+    torch = pytest.importorskip("torch")
+    from torch import nn
+    from torch.nn import functional as F
+
+    from layoutopt.capture import capture
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Parameter(torch.linspace(0.5, 2.0, 40))
+            self.drop = nn.Dropout(p)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(F.dropout(torch.exp(self.drop(x * self.a) * 0.1), p, self.training))
+
+    x = torch.ones(30, 7, 40)
+    graph = capture(Two(), (x,), loss=lambda m, b: ((y := m(*b)).square().mean(), y), dropout=True, keep_grads=True)
+    return graph, x.numpy()
+
+
+pytestmark = pytest.mark.peer
+
+
+def test_the_share_that_is_dropped() -> None:
+    graph, x = dropping(0.3)
+    values = {"a": np.full(40, 2.0), "input_0": x}
+    seen = [run(graph, {**values, "seed": np.array(s)})["output"] for s in range(6)]
+    kept = [(y != 0).mean() for y in seen]
+    assert abs(np.mean(kept) - 0.7) < 5 * np.sqrt(0.21 / (6 * x.size))
+    assert len({y.tobytes() for y in seen}) == 6
+    again = run(graph, {**values, "seed": np.array(2)})["output"]
+    np.testing.assert_array_equal(again, seen[2])
+    # What is kept is scaled: exp(0.1 * 2/0.7) / 0.7 or 1 / 0.7 under the tanh.
+    np.testing.assert_allclose(
+        np.unique(np.round(seen[0], 9)), np.unique(np.round(np.tanh([0, 1 / 0.7, np.exp(0.2 / 0.7) / 0.7]), 9))
+    )
+
+
+@pytest.mark.parametrize("passes", [False, True], ids=["captured", "after passes"])
+def test_backward_uses_the_forward_mask(passes: bool) -> None:
+    """The gradient against finite differences of the loss under the same seed; another mask would be far off."""
+    graph, x = dropping(0.4)
+    if passes:
+        graph, _ = run_passes(graph)
+        assert not any(t.dtype == "bool" and t.size_elems == x.size for t in graph.tensors.values()), "a mask is kept"
+        programs = [op.attrs["expr"].code for op in graph.ops if op.kind == "pointwise"]
+        assert sum(any(i[0] == "rand" for i in code) for code in programs) == 2, "one forward, one backward"
+    a = np.linspace(0.5, 2.0, 40)
+    values = {"input_0": x, "seed": np.array(11)}
+    grad = run(graph, {**values, "a": a})["grad:a"]
+    for i in (0, 7, 39):
+        step = np.zeros(40)
+        step[i] = 1e-5
+        high, low = (float(run(graph, {**values, "a": a + s})["loss"]) for s in (step, -step))
+        assert grad[i] == pytest.approx((high - low) / 2e-5, rel=1e-6)
+
+
+def test_dropout_is_off_unless_asked_for() -> None:
+    torch = pytest.importorskip("torch")
+    from layoutopt.capture import capture
+
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout(0.5))
+    off = capture(module, (torch.zeros(2, 3),), loss=lambda m, b: (m(*b).mean(), m(*b)))
+    assert "seed" not in off.tensors
+    assert off.meta["dropout_set_to_zero"] == ["1"]
+
+
+def test_a_transformer_with_its_own_dropout() -> None:
+    pytest.importorskip("transformers")
+    from layoutopt.capture import capture
+    from tests.zoo_cases import example, values_of
+
+    module, batch, loss = example("bert-tiny", dropout=True)
+    graph = capture(module, batch, loss=loss, dropout=True, keep_grads=True)
+    passed, _ = run_passes(graph)
+    values = {**values_of(graph, module, batch), "seed": np.array(3)}
+    got, again = run(graph, values), run(passed, values)
+    for output in graph.outputs:
+        np.testing.assert_allclose(again[output], got[output], rtol=1e-9, atol=1e-12, err_msg=output)
+    assert got["loss"] != run(graph, {**values, "seed": np.array(4)})["loss"]
+    name = "bert.encoder.layer.0.intermediate.dense.bias"
+    step = np.zeros_like(values[name])
+    step[5] = 1e-5
+    high, low = (float(run(passed, {**values, name: values[name] + s})["loss"]) for s in (step, -step))
+    assert again[f"grad:{name}"][5] == pytest.approx((high - low) / 2e-5, rel=1e-5)
