@@ -28,7 +28,7 @@ class FakeCosts:
             compute += nest.flops / 50
             for phase in nest.phases:
                 for access in phase.accesses:
-                    layout = kernel.operand_layout(access.operand)
+                    layout = kernel.launch_layout(launch, access.operand)
                     whole = access.width == 1 or layout.vectorizes(access.axis, access.width)
                     memory += nest.executions(phase, access) * (1 if whole else access.width) / 4
         launches = 2000.0 * len(kernel.launches)

@@ -11,17 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import reference
 from kernels.convolve import Window as Reference
+from kernels.execute import Executor
 from kernels.families.convolution import CONVOLUTION
 from kernels.families.convolution_form import Axis, Window, correlations, window_layout
 from kernels.reference import evaluate
-from kernels.runtime import devices
+from kernels.runtime import Runtime, devices
 from kernels.spec import DeviceLimits, Kernel, OpSpec
 from kernels.testing import check_kernel, limits_of
 from kernels.variants import kernels_for
 from layoutopt import baselines
+from layoutopt.graph import Op, Operand, Tensor, TrainingGraph
 from layoutopt.layout import Layout
+from layoutopt.planner import plan
+from tests.fake_costs import FakeCosts
 from tests.kernel_cases import GPU_LIMITS, touched
+from tests.plans import any_of, mixed, naive_plan
 
 KINDS = CONVOLUTION.kinds
 CPU = DeviceLimits(kind="cpu", simd_width=16)
@@ -258,6 +264,59 @@ def test_layouts(device_index: int, names: tuple[str, ...], kind: str) -> None:
     spec = Conv(2, 6, 10, (5, 8), (3, 3), (1, 1), (1, 1)).spec(kind)
     for limits in (limits_of(devices()[device_index].handle), GPU_LIMITS):
         check(device_index, one_of_each(spec, uniform(spec, *names), limits))
+
+
+# ---- a step of several ----------------------------------------------------------------------------------------------
+
+
+def step_graph() -> TrainingGraph:
+    """Two convolutions and all gradients of half the squared output, strided and grouped; no loss is computed."""
+    wide, deep = (
+        Conv(2, 3, 8, (9, 10), (3, 3), (2, 1), (1, 1)),
+        Conv(2, 8, 12, (5, 10), (1, 3), (1, 2), (0, 1), groups=2),
+    )
+    tensors = {
+        "x": Tensor("x", (2, 3, 9, 10), role="input"),
+        "w1": Tensor("w1", (8, 3, 3, 3), role="parameter"),
+        "w2": Tensor("w2", (12, 4, 1, 3), role="parameter"),
+        "h": Tensor("h", (2, 8, 5, 10)),
+        "y": Tensor("y", (2, 12, 5, 5), role="output"),
+        "dw2": Tensor("dw2", (12, 4, 1, 3), role="gradient", of="w2"),
+        "dh": Tensor("dh", (2, 8, 5, 10)),
+        "dw1": Tensor("dw1", (8, 3, 3, 3), role="gradient", of="w1"),
+    }
+
+    def op(kind: str, conv: Conv, *names: str) -> Op:
+        operands = tuple(Operand(name) for name in names)
+        return Op(names[2], kind, operands[:2], operands[2:], dict(conv.spec(kind).attrs))
+
+    ops = [
+        op("conv", wide, "x", "w1", "h"),
+        op("conv", deep, "h", "w2", "y"),
+        op("conv_grad_weight", deep, "y", "h", "dw2"),
+        op("conv_grad_input", deep, "y", "w2", "dh"),
+        op("conv_grad_weight", wide, "dh", "x", "dw1"),
+    ]
+    return TrainingGraph("convolutions", tensors, ops, ("y", "dw1", "dw2"))
+
+
+@pytest.mark.parametrize("planned", ["solver", "mixed"])
+def test_a_planned_step_agrees_with_the_interpreter(device_index: int, planned: str) -> None:
+    """Through the planner, one program of all kernels and the arena; the other plan is made at random."""
+    graph, runtime = step_graph(), Runtime(devices()[device_index])
+    rng = np.random.default_rng(0)
+    values = {t.name: rng.standard_normal(t.shape).astype(np.float32) for t in graph.by_role("input", "parameter")}
+    if planned == "solver":
+        made = plan(graph, FakeCosts(runtime.limits))
+    else:
+        made = naive_plan(graph, runtime.limits, mixed(2), any_of(1), keep=list(graph.outputs))
+    weights = {name: values[name] for name in ("w1", "w2")}
+    run = Executor(runtime, graph, made, weights, poison=True)
+    run.step({"x": values["x"]})
+    expected = reference.run(graph, values)
+    for name in graph.outputs:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(run.read(name), expected[name], atol=2e-5 * scale)
 
 
 # ---- nests ----------------------------------------------------------------------------------------------------------
