@@ -67,7 +67,7 @@ def solve(
     time_limit_s: float = 60.0,
     starts: Iterable[Assignment] | None = None,
     reductions: Reductions | None = None,
-    limits_rows: int = 1 << 17,
+    limits_rows: int = 1 << 20,
 ) -> Assignment:
     """The cheapest assignment, proven so unless time runs out.
 

@@ -48,7 +48,7 @@ _SWEEP_GROWTH = 4
 class Limits:
     """What may be spent: ``rows`` of one table, and time until ``deadline`` by ``time.perf_counter``."""
 
-    rows: int = 1 << 17
+    rows: int = 1 << 20
     deadline: float = float("inf")
 
 

@@ -100,3 +100,64 @@ def exhaustive(problem: Problem) -> int | None:
                 cost = sum(c.cost_ns for c, _ in picks) + sum(p for p in prices if p is not None)
                 best = cost if best is None else min(best, cost)
     return best
+
+
+def block_problem(seed: int, blocks: int = 3, width: int = 4) -> Problem:
+    """Repeated blocks, forward and backward: every block has the same tables, activations are read again on the way
+    back, skips join block ends, one input is read by every block (so that its copies are shared by all of them).
+    """
+    draw = random.Random(seed)
+    layouts = candidates(width)
+    size = tuple(4 * x.size_elems for x in layouts)
+    every = {n: list(itertools.product(range(width), repeat=n)) for n in (2, 3, 4)}
+
+    def table(arity: int, keep: float, ties: tuple[tuple[int, int], ...] = ()) -> tuple[Choice, ...]:
+        rows = [t for t in every[arity] if all(t[a] == t[b] for a, b in ties) and (not any(t) or draw.random() < keep)]
+        return tuple(Choice(t, draw.randint(50, 150), f"v{n}") for n, t in enumerate(rows))
+
+    names: dict[str, int] = {}
+    nodes: list[StorageNode] = []
+
+    def storage(name: str, persistent: bool = False, primary: int = -1) -> int:
+        if name not in names:
+            names[name] = len(nodes)
+            nodes.append(StorageNode(name, layouts, size, persistent, primary))
+        return names[name]
+
+    tables = {
+        "mul": table(4, 0.5),
+        "act": table(2, 0.8),
+        "add": table(3, 0.7),
+        "dact": table(3, 0.6),
+        "dmul": table(3, 0.5),
+        "dw": table(3, 0.5),
+        "update": table(3, 0.6, ((0, 2),)),
+    }
+    ops: list[OpNode] = []
+
+    def op(kind: str, name: str, *operands: int, inputs: int = -1, pinned: tuple[int, ...] = ()) -> None:
+        ops.append(OpNode(name, operands, len(operands) - 1 if inputs < 0 else inputs, tables[kind], pinned))
+
+    mask = storage("mask", primary=0)
+    x = storage("x0", primary=0)
+    for b in range(blocks):
+        h, a, y = storage(f"h{b}"), storage(f"a{b}"), storage(f"x{b + 1}")
+        op("mul", f"mul{b}", x, storage(f"w{b}", persistent=True), mask, h)
+        op("act", f"act{b}", h, a)
+        op("add", f"add{b}", a, x, y)
+        x = y
+    g = storage("loss")
+    op("act", "loss", x, g)
+    for b in reversed(range(blocks)):
+        dh, dw, dx = storage(f"dh{b}"), storage(f"dw{b}"), storage(f"dx{b}")
+        w = storage(f"w{b}")
+        op("dact", f"dact{b}", g, storage(f"h{b}"), dh)
+        op("dw", f"grad{b}", dh, storage(f"x{b}"), dw)
+        op("dmul", f"back{b}", dh, w, dx)
+        op("update", f"update{b}", w, dw, w, inputs=2)
+        g = dx
+    prices = {(a, b): draw.randint(20, 80) for a, b in itertools.permutations(range(width), 2)}
+    relayouts = {
+        (s, a, b): price for s, n in enumerate(nodes) for (a, b), price in prices.items() if n.primary in (-1, a)
+    }
+    return Problem(tuple(nodes), tuple(ops), relayouts)
