@@ -7,7 +7,7 @@ import pytest
 
 from kernels.families.rows import OPS
 from kernels.runtime import devices
-from kernels.spec import DeviceLimits, OpSpec
+from kernels.spec import DeviceLimits, Kernel, OpSpec
 from kernels.testing import PreparedKernel, check_kernel, limits_of
 from layoutopt.layout import Layout
 from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec, touched
@@ -122,6 +122,62 @@ def test_losses(device_index: int, n: int, c: int, name: str) -> None:
     target[::4] = IGNORED
     for spec, inputs in loss_cases(n, c, target):
         check_all(device_index, spec, laid_out(spec, name), inputs)
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 5003), (2, 2048), (3, 1500)])
+def test_few_rows_of_many_classes_are_split(device_index: int, n: int, c: int) -> None:
+    """Parts that fit and parts with a rest, targets in the first, the last and no part, a row with masked parts."""
+    target = np.array([c - 1, 0, IGNORED][:n], np.int32)
+    for spec, inputs in loss_cases(n, c, target)[:2]:
+        inputs[1 if spec.kind.endswith("grad") else 0][0, : c // 2] = -np.inf
+        if spec.kind.endswith("grad"):
+            logits = inputs[1].astype(np.float64)
+            inputs[3][:] = np.log(np.exp(logits).sum(1))
+        limits = (limits_of(devices()[device_index].handle), GPU_LIMITS)
+        kernels = [k for x in limits for k in kernels_of(spec, laid_out(spec, "row-major"), x)]
+        assert {dict(k.variant.params).get("split", 1) > 1 for k in kernels} == {True, False}
+        check_all(device_index, spec, laid_out(spec, "row-major"), inputs)
+
+
+def test_a_nan_shows_in_the_parts_of_its_row(device_index: int) -> None:
+    n, c = 2, 2048
+    logits = np.zeros((n, c), np.float32)
+    logits[0, 1500], logits[1, :1024] = np.nan, -np.inf
+    target = np.array([3, 2000], np.int32)
+    spec = make_spec("cross_entropy", [logits, target], [(), (n,), ()], {"ignore_index": IGNORED})
+    device = devices()[device_index].handle
+    kernels = [k for k in kernels_of(spec, laid_out(spec, "row-major"), CPU) if "split" in k.variant.label]
+    assert kernels
+    for kernel in kernels:
+        prepared = PreparedKernel(device, kernel, [logits, target])
+        prepared.run()
+        loss, lse, _ = prepared.outputs()
+        assert np.isnan(loss)
+        assert np.isnan(lse[0])
+        assert lse[1] == pytest.approx(np.log(1024), rel=1e-6)
+
+
+@pytest.mark.parametrize("limits", [CPU, GPU_LIMITS], ids=["cpu", "gpu"])
+def test_nests_of_split_rows(limits: DeviceLimits) -> None:
+    """Every logit is read once a pass and once as a target; every gradient is written once, its targets twice."""
+    n, c = 2, 1100
+    target = np.array([5, 1099], np.int32)
+    for (spec, _), times in zip(loss_cases(n, c, target)[:2], (1 if limits.kind == "cpu" else 2, 1), strict=True):
+        layouts = laid_out(spec, "row-major")
+        kernels = [k for k in kernels_of(spec, layouts, limits) if "split" in k.variant.label]
+        assert kernels
+        position = 1 if spec.kind.endswith("grad") else 0
+        data = {position + 1: target}
+        once = layouts[position].offsets()
+        wanted = sorted([*(once.ravel().tolist() * times), *once[np.arange(n), target].tolist()])
+        for kernel in kernels:
+            assert sorted(_touched(kernel, position, False, data)) == wanted, kernel.variant.label
+            if position:
+                assert sorted(_touched(kernel, 5, True, data)) == wanted, kernel.variant.label
+
+
+def _touched(kernel: Kernel, position: int, write: bool, data: dict[int, np.ndarray]) -> list[int]:
+    return [x for launch in kernel.launches for x in touched(kernel, launch.nest, position, write, data)]
 
 
 def test_all_targets_ignored(device_index: int) -> None:

@@ -1,3 +1,31 @@
+#ifdef OP_join
+// Rows whose parts were reduced one by one: the log-sum-exp of row i from the maxima and the masses of its PARTS parts.
+__kernel __attribute__((reqd_work_group_size(L, 1, 1)))
+void join_parts(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG, TOP_ARG, MASS_ARG)
+{
+    const int i = get_global_id(0);
+    if (i >= N) return;
+    float peak = -INFINITY, sum = 0.0f;
+    for (int p = 0; p < PARTS; ++p) peak = TOP_AT(i, p) > peak ? TOP_AT(i, p) : peak;
+    for (int p = 0; p < PARTS; ++p) sum += MASS_AT(i, p) * exp_s(TOP_AT(i, p) - peak);
+    const float lse = peak + log(sum);
+    const int target = TARGET_AT(i);
+    LSE_AT(i) = lse;
+    EACH_AT(i) = target == IGNORE ? 0.0f : lse - X_AT(i, target);
+}
+
+#elif defined(OP_target)
+// What a row's gradient lacks at its target, once its parts are written.
+__kernel __attribute__((reqd_work_group_size(L, 1, 1)))
+void at_targets(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
+{
+    const int i = get_global_id(0);
+    if (i >= N) return;
+    const int target = TARGET_AT(i);
+    if (target != IGNORE) DX_AT(i, target) = (exp_s(X_AT(i, target) - LSE_AT(i)) - 1.0f) * DLOSS_AT() / WEIGHT_AT();
+}
+
+#else
 // The mean of what each counted row loses, by one work group of L items: every item adds up rows L apart, in blocks so
 // that rounding does not grow with the number of rows, and the items' sums are joined in a fixed order. With no counted
 // row the mean is 0/0: NaN, as in torch.
@@ -34,3 +62,4 @@ void mean_loss(PARAMS, LOSS_ARG, WEIGHT_ARG)
     }
     if (lane == 0) { LOSS_AT() = sums[0] / counts[0]; WEIGHT_AT() = counts[0]; }
 }
+#endif

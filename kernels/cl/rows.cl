@@ -294,6 +294,27 @@ ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 }
 #endif
 
+#ifdef OP_lse_part
+// The maximum of a part of a row and the sum of its exponentials from there. A part that is all -infinity (masked classes)
+// sums to zero, where a whole row would be NaN; a NaN stays one.
+#define PART_SUM(T, LD, LDK, ST, A) A(sum) += A(exp)(A(get)(x, LD(X)) - origin);
+ENTRY void lse_part(X_ARG, TOP_ARG, MASS_ARG)
+{
+    ROWS_BEGIN
+        KEPT(x)
+        ACCUMULATOR(peak, -INFINITY)
+        OVER_K(PEAK)
+        MAX_OF(peak)
+        const float origin = peak == -INFINITY ? 0.0f : peak;
+        ACCUMULATOR(sum, 0.0f)
+        OVER_K(PART_SUM)
+        SUM_OF(sum)
+        STM(TOP, peak);
+        STM(MASS, sum);
+    ROWS_END
+}
+#endif
+
 #ifdef OP_cross_entropy_grad
 #define DX_(T, LD, LDK, ST, A) const T d = counted ? A(exp)(LD(X) - lse) * scale : (T)(0.0f); ST(DX, d);
 ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
@@ -302,8 +323,10 @@ ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG,
         const int target = TARGET_AT(i), counted = target != IGNORE;
         const float lse = LDM(LSE), scale = DLOSS_AT() / WEIGHT_AT();
         OVER_K(DX_)
+#ifndef PART
         AFTER_STORES
         if (counted) STM_AT_TARGET((exp_s(X_AT(i, target) - lse) - 1.0f) * scale);
+#endif
     ROWS_END
 }
 #endif

@@ -1,7 +1,8 @@
 """Losses over classes and their gradients.
 
 The rows are done by ``cl/rows.cl`` (log-sum-exp and each row's loss into scratch; the gradients whole), the mean over
-rows by one work group of ``cl/losses.cl``. Targets must be classes or ``ignore_index``: the host checks them.
+rows by one work group of ``cl/losses.cl``. Few rows of many classes may be cut into parts (``losses_split``). Targets
+must be classes or ``ignore_index``: the host checks them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kernels.families.common import any_image
+from kernels.families.losses_split import parts_wanted, split_entropy, split_gradient
 from kernels.families.rows import RowOp, row_launches, row_variants
 from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
@@ -59,6 +61,11 @@ class Losses:
             return [KernelVariant(self.name, "mean", (("mean_items", mean_items),))]
         rows, classes = next(s for s in spec.shapes if len(s) == 2)
         out = row_variants(self.name, rows, classes, limits, cols=False)
+        if spec.kind == "nll_loss_grad":
+            return out
+        parts = parts_wanted(rows, classes, limits)
+        if parts > 1:
+            out += [replace(v, params=(*v.params, ("split", parts))) for v in out]
         if spec.kind != "cross_entropy":
             return out
         return [replace(v, params=(("mean_items", mean_items), *v.params)) for v in out]
@@ -73,14 +80,16 @@ class Losses:
         kernel = Kernel(spec, variant, layouts, ())
         if spec.kind == "cross_entropy":
             kernel = replace(kernel, scratch=(Scratch("float32", Layout.row_major((spec.shapes[0][0],))),))
-        defines = (("IGNORE", int(spec.attr("ignore_index", -100))),)
-        launches = row_launches(kernel, spec.kind, _OPS[spec.kind], defines)
-        if launches is None:
-            return None
-        if spec.kind == "cross_entropy":
-            operands = (("EACH", 5), ("TARGET", 1), ("LOSS", 2), ("WEIGHT", 4))
-            launches = (*launches, _mean_launch(variant, spec, operands))
-        return replace(kernel, launches=launches)
+        ignore, parts = int(spec.attr("ignore_index", -100)), dict(variant.params).get("split", 1)
+        if parts > 1:
+            made = (split_entropy if spec.kind == "cross_entropy" else split_gradient)(kernel, parts, ignore)
+        else:
+            launches = row_launches(kernel, spec.kind, _OPS[spec.kind], (("IGNORE", ignore),))
+            made = None if launches is None else replace(kernel, launches=launches)
+        if made is None or spec.kind != "cross_entropy":
+            return made
+        operands = (("EACH", 5), ("TARGET", 1), ("LOSS", 2), ("WEIGHT", 4))
+        return replace(made, launches=(*made.launches, _mean_launch(variant, spec, operands)))
 
 
 def _mean_launch(variant: KernelVariant, spec: OpSpec, operands: tuple[tuple[str, int], ...]) -> Launch:
