@@ -64,7 +64,9 @@ class CostModel:
         launched = self._launch_ns * len(kernel.launches)
         compute, memory, launch = self._items(kernel)
         # Hashing a kernel costs more than predicting it: look only where its variant was measured on its shapes.
-        if (kernel.variant.label, spec_text(kernel.spec)) in self._measured:
+        if "named" not in kernel.memo:
+            kernel.memo["named"] = kernel.variant.label, spec_text(kernel.spec)
+        if kernel.memo["named"] in self._measured:
             found = self.model.measurements.get(kernel.key)
             if found is not None:
                 scale = found.time_ns / max(compute + memory + launch, 1e-9)
@@ -90,7 +92,10 @@ class CostModel:
         return by["flops"] * self._ns_per_flop, max(by["memory_bytes"] * self._ns_per_memory_byte, near)
 
     def _items(self, kernel: Kernel) -> tuple[float, float, float]:
-        values = features(kernel, self.machine)
+        # Kernels outlive cost models: a planner prices the same ones again after every calibration.
+        if self.machine not in kernel.memo:
+            kernel.memo[self.machine] = features(kernel, self.machine)
+        values = kernel.memo[self.machine]
         if self.model.constants:
             parts = predicted_ns(self.model.constants, _levels(kernel), values, FEATURES)
             compute = sum(parts.get(n, 0.0) for n in COMPUTE)

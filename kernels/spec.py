@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from kernels.nest import Nest
@@ -143,6 +144,11 @@ class Launch:
     views: tuple[tuple[int, Layout], ...] = ()
 
 
+@lru_cache(maxsize=1 << 14)
+def _text(value: OpSpec | Layout) -> str:
+    return json.dumps(asdict(value), default=str)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A variant specialised for an op's shapes and its operands' layouts: one or more launches in order.
@@ -153,6 +159,7 @@ class Kernel:
         scratch: workspace buffers, positions after the operands.
         views: the same storages under the axes that the launches index, where a family merges or reorders axes
             (pointwise kernels do); empty where they are ``layouts``.
+        memo: what is worked out from the kernel and worth keeping with it: its key, its features on a machine.
     """
 
     spec: OpSpec
@@ -161,15 +168,17 @@ class Kernel:
     launches: tuple[Launch, ...]
     scratch: tuple[Scratch, ...] = ()
     views: tuple[Layout, ...] = ()
-    _key: list[str] = field(default_factory=list, compare=False, hash=False, repr=False)
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     @property
     def key(self) -> str:
         """A stable hash of everything the generated code depends on: what measurements are filed under."""
-        if not self._key:
-            text = json.dumps([asdict(self.spec), self.variant.label, [asdict(x) for x in self.layouts]], default=str)
-            self._key.append(hashlib.sha256(text.encode()).hexdigest()[:24])
-        return self._key[0]
+        if "key" not in self.memo:
+            # The text of json.dumps([spec, label, layouts]), whose parts many kernels share.
+            layouts = ", ".join(_text(x) for x in self.layouts)
+            text = f"[{_text(self.spec)}, {json.dumps(self.variant.label)}, [{layouts}]]"
+            self.memo["key"] = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return str(self.memo["key"])
 
     def operand_layout(self, position: int) -> Layout:
         """Layout of an operand or scratch buffer over the axes that the launches index (nests, macros, traces)."""

@@ -23,6 +23,7 @@ order, until the limit is reached:
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -98,10 +99,7 @@ class Pricer:
     def _price(
         self, spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelVariant]
     ) -> list[tuple[Kernel, Cost]]:
-        from kernels.variants import family_of
-
-        family = family_of(spec.kind)
-        built = [family.build(variant, spec, layouts) for variant in variants]
+        built = _built(spec, layouts, variants)
         kernels = [kernel for kernel in built if kernel is not None]
         self.kernels += len(kernels)
         return [(kernel, self.costs.predict(kernel)) for kernel in kernels]
@@ -113,6 +111,28 @@ class Pricer:
         from kernels.bind import relayout_spec
 
         return self.best(relayout_spec(shape, dtype), (source, target))
+
+
+_KEPT: OrderedDict[tuple[OpSpec, tuple[Layout, ...]], dict[KernelVariant, Kernel | None]] = OrderedDict()
+_MOST_KEPT = 40_000
+"""Kernels are values that no cost model changes, and making one costs as much as pricing it: they are kept, with their
+counts (``Kernel.memo``), for the next time a graph is priced. Of so many tuples of layouts, the latest used."""
+
+
+def _built(spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelVariant]) -> list[Kernel | None]:
+    from kernels.variants import family_of
+
+    key = (spec, layouts)
+    known = _KEPT.setdefault(key, {})
+    _KEPT.move_to_end(key)
+    if len(_KEPT) > _MOST_KEPT:
+        _KEPT.popitem(last=False)
+    out = []
+    for variant in variants:
+        if variant not in known:
+            known[variant] = family_of(spec.kind).build(variant, spec, layouts)
+        out.append(known[variant])
+    return out
 
 
 def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[Kernel, Cost] | None:
