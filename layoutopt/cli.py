@@ -136,22 +136,26 @@ def capture(
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens a sample (text models).")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or none.")] = "adamw",
     labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the models that are known.")] = False,
+    mode: Annotated[str, typer.Option("--mode", help="What is trained: full, lora, head or bias.")] = "full",
+    dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout as the model has it; else off.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="The models that ship, and what a step takes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print every view and what became of it.")] = False,
     json: Json = False,
 ) -> None:
     """Capture a model's training step to a graph file: forward, loss, backward, update."""
-    from layoutopt.facade import capture_model, known_models
+    from layoutopt.blocks import describe_blocks
+    from layoutopt.facade import capture_model
 
     if list_ or model is None:
         if not list_:
             raise LayoutOptError("capture needs a model: a zoo name (see `layoutopt capture --list`) or module:factory")
-        names = known_models()
-        emit(names) if json else table(["model", "what"], [[n, what] for n, what in names.items()])
+        _list_models(json)
         return
     target = output or Path(f"{model.replace(':', '-').replace('.', '-')}.graph")
     check_target(target)
-    graph, report = capture_model(model, batch=batch, seq=seq, optimizer=optimizer, labels=labels)
+    graph, report = capture_model(
+        model, batch=batch, seq=seq, optimizer=optimizer, labels=labels, mode=mode, dropout=dropout
+    )
     from layoutopt.graphfile import save
 
     save(graph, target)
@@ -163,6 +167,7 @@ def capture(
             out(line)
     facts = _graph_facts(graph)
     out(f"{facts['ops']} ops, {facts['tensors']} tensors, {facts['parameters']:,} parameters")
+    out(f"repeated blocks: {describe_blocks(graph)}")
     out(f"wrote {target} ({target.stat().st_size / 1024:.0f} KiB)")
 
 
@@ -412,6 +417,31 @@ def demo(
         return
     print_rows(rows)
     out(f"held-out accuracy {summary['accuracy']:.2%} after {summary['seconds']:.0f} s; figures in {output}/")
+
+
+def _list_models(json: bool) -> None:
+    from layoutopt.models import shipped_facts
+
+    found = shipped_facts()
+    if json:
+        emit(found)
+        return
+    rows = []
+    for name, known in sorted(found.items(), key=lambda item: -item[1].get("parameters", 0)):
+        sizes = [w for w in known["command"].split(" --") if w.startswith(("batch", "seq"))]
+        rows.append(
+            [
+                name,
+                known["what"],
+                ", ".join(sizes),
+                f"{known['parameters'] / 1e6:,.1f}",
+                str(known["ops"]),
+                f"{known['flops'] / 1e9:,.1f}",
+                _bytes(known["bytes"]),
+            ]
+        )
+    table(["model", "what", "step", "M parameters", "ops", "GFLOP", "bytes"], rows)
+    out("a step is forward, loss, backward and AdamW; for others: layoutopt capture MODEL --batch --seq --mode …")
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------

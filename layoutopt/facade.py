@@ -14,7 +14,7 @@ from layoutopt.plan import Plan
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
 
-__all__ = ["capture_model", "check_request", "known_models", "memory_bytes", "solve_all", "solve_plan"]
+__all__ = ["capture_model", "check_request", "memory_bytes", "solve_all", "solve_plan"]
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -35,26 +35,32 @@ def memory_bytes(text: str | None) -> int | None:
     return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
 
 
-def known_models() -> dict[str, str]:
-    """Zoo names with what each is."""
-    from layoutopt import zoo
-
-    return dict(zoo.MODELS)
-
-
 def capture_model(
-    name: str, *, batch: int | None, seq: int | None, optimizer: str, labels: int | None
+    name: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    optimizer: str = "adamw",
+    labels: int | None = None,
+    mode: str = "full",
+    dropout: bool = False,
 ) -> tuple[TrainingGraph, PassReport]:
-    """Capture a zoo model or ``package.module:factory`` and run the passes.
+    """Capture a zoo model, ``package.module:factory`` or an ``.onnx`` file, and run the passes.
 
     Raises:
-        LayoutOptError: torch is not installed, or the name or optimizer is unknown.
+        LayoutOptError: torch is not installed, or a name, mode or optimizer is unknown.
     """
+    from layoutopt.workload import facts
+
     try:
         from layoutopt import zoo
     except ImportError as error:
         raise LayoutOptError(f"capturing needs {error.name}: pip install 'layoutopt[torch]'") from error
-    return run_passes(zoo.capture_named(name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels))
+    captured = zoo.capture_named(
+        name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels, mode=mode, dropout=dropout
+    )
+    graph, report = run_passes(captured)
+    return graph.with_ops(graph.ops, meta={**graph.meta, "facts": facts(graph)}), report
 
 
 def check_request(strategies: Sequence[str], memory: str | None, graph: TrainingGraph | None = None) -> None:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layoutopt.errors import DeviceError, GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
-from layoutopt.graphfile import decode, load
+from layoutopt.graphfile import decode, decode_meta, load
 from layoutopt.plan import Plan
 from layoutopt.plancheck import check_graph
 
@@ -43,6 +43,16 @@ def shipped(name: str) -> TrainingGraph:
     if not file.is_file():
         raise GraphError(f"no graph named {name!r} ships with layoutopt: there are {', '.join(shipped_names())}")
     return decode(file.read_bytes(), f"shipped graph {name}")
+
+
+def shipped_facts() -> dict[str, dict[str, Any]]:
+    """What is known of each graph that is part of the package (see :func:`layoutopt.workload.facts`), by name."""
+    found = {}
+    for name in shipped_names():
+        file = files("layoutopt") / "data" / f"{name}.graph"
+        meta = decode_meta(file.read_bytes(), f"shipped graph {name}")
+        found[name] = {"what": meta.get("what", ""), "command": meta.get("command", ""), **meta.get("facts", {})}
+    return found
 
 
 def find_graph(name: str) -> TrainingGraph:

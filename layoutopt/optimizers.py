@@ -11,15 +11,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from math import sqrt
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from layoutopt.capture_build import GraphBuilder, Prog
 from layoutopt.errors import GraphError
-from layoutopt.graph import Expr, Op, Operand
+from layoutopt.graph import Expr, Op, Operand, TrainingGraph
 from layoutopt.view import View
 
-__all__ = ["AdamW", "Optimizer", "Sgd", "append_updates", "hyper_values", "optimizer_from", "optimizer_meta"]
+__all__ = [
+    "AdamW",
+    "Optimizer",
+    "Sgd",
+    "append_updates",
+    "hyper_values",
+    "optimizer_from",
+    "optimizer_meta",
+    "step_values",
+]
 
 NoDecay = Callable[[str], bool]
 
@@ -119,6 +129,23 @@ def hyper_values(
         values["bias_correction1"] = 1 - optimizer.beta1**step
         values["bias_correction2_sqrt"] = sqrt(1 - optimizer.beta2**step)
     return {name: np.asarray(value, np.float32) for name, value in values.items()}
+
+
+def step_values(graph: TrainingGraph, step: int, lr: float | None = None, seed: int = 0) -> dict[str, np.ndarray]:
+    """All scalar inputs of one step: those of :func:`hyper_values`, and the seed of its dropout where it has any.
+
+    Args:
+        graph: whose ``meta["optimizer"]`` says how.
+        step: counted from 1; each has random numbers of its own.
+        lr: learning rate; the optimizer's own by default.
+        seed: of the run.
+    """
+    values = hyper_values(graph.meta.get("optimizer"), step, lr)
+    tensor = graph.tensors.get("seed")
+    if tensor is not None and (tensor.role, tensor.shape, tensor.dtype) == ("input", (), "int32"):
+        mixed = crc32(f"{seed}:{step}".encode())
+        values["seed"] = np.asarray(mixed - (mixed >> 31 << 32), np.int32)
+    return values
 
 
 def append_updates(b: GraphBuilder, optimizer: Optimizer, gradients: Mapping[str, str]) -> None:

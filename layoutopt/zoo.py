@@ -113,7 +113,7 @@ def capture_zoo(
     words += [f"--optimizer {(optimizer_meta(chosen) or {'name': 'none'})['name']}"]
     words += [f"--mode {mode}"] if mode != "full" else []
     words += ["--dropout"] if dropout else []
-    meta = {"command": " ".join(words), "zoo": name, "mode": mode}
+    meta = {"command": " ".join(words), "what": ZOO[name].text, "mode": mode}
     return capture(
         module,
         example,

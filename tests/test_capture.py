@@ -14,6 +14,7 @@ from layoutopt import graphfile
 from layoutopt.errors import GraphError
 from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import AdamW, Sgd, hyper_values
+from layoutopt.passes import run_passes
 
 torch = pytest.importorskip("torch")
 
@@ -492,6 +493,31 @@ def test_unknown_operation_names_itself_its_shapes_and_its_module() -> None:
     refuse(Outer(), (X,), r"aten\.cumprod\.default on float32\[3, 5, 4\] in odd: .*not known", loss=square_loss)
 
 
+def test_all_that_is_unknown_is_told_at_once() -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cummax(x, -1).values + torch.digamma(x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Layer() for _ in range(5)])
+            self.a = nn.Parameter(torch.ones(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x * self.a)
+            return torch.lgamma(x)
+
+    with pytest.raises(GraphError) as caught:
+        capture(Model(), (X,), loss=square_loss)
+    first, *lines = str(caught.value).splitlines()
+    assert first == "3 operations of this step are not supported:"
+    assert [line.split()[0] for line in lines] == ["aten.cummax.default", "aten.digamma.default", "aten.lgamma.default"]
+    assert "in layers.0, layers.1, layers.2 and 2 more (5 times): this operation is not known" in lines[0]
+    assert "on float32[3, 5, 6] in Model: " in lines[2]
+
+
 @pytest.mark.parametrize(
     ("function", "match"),
     [
@@ -547,14 +573,55 @@ def test_minilm_has_the_published_shapes() -> None:
     assert parameters["bert.embeddings.word_embeddings.weight"] == (30522, 384)
 
 
-def test_shipped_digits_graph_is_what_its_command_makes() -> None:
+@pytest.mark.parametrize("name", ["vit-digits", "minilm", "gpt2"])
+def test_shipped_graphs_are_what_their_commands_make(name: str) -> None:
+    from layoutopt.facade import capture_model
     from layoutopt.models import shipped
-    from layoutopt.passes import run_passes
 
-    graph = shipped("vit-digits")
-    assert graph.meta["command"] == "layoutopt capture vit-digits --batch 64 --optimizer adamw"
-    again, _ = run_passes(zoo.capture_named("vit-digits", batch=64, optimizer="adamw"))
-    assert again.hash == graph.hash, f"run `{graph.meta['command']} -o layoutopt/data/vit-digits.graph`"
+    graph = shipped(name)
+    assert graph.meta["command"].startswith(f"layoutopt capture {name} --batch ")
+    again, _ = capture_model(name)
+    assert (again.hash, again.meta["facts"]) == (graph.hash, graph.meta["facts"]), (
+        f"run `python benchmarks/capture_zoo.py --ship {name}`"
+    )
+
+
+def test_the_zoo_ships() -> None:
+    from importlib.resources import files
+
+    from layoutopt.models import shipped_facts
+
+    found = shipped_facts()
+    assert set(found) == {n for n in zoo.MODELS if not n.endswith("-odd") and n != "bert-tiny"}
+    assert all(found[n]["what"] == zoo.MODELS[n] for n in found)
+    millions = {n: round(f["parameters"] / 1e6) for n, f in found.items()}
+    published = {"llama-3.2-1b": 1236, "qwen2.5-1.5b": 1544, "gemma-2-2b": 2614, "bert-large": 335, "vit-large": 304}
+    published |= {"sd-1.5-unet": 860, "whisper-large-v3": 1543, "gpt2": 124, "opt-350m": 331, "opt-1.3b": 1316}
+    assert {n: millions[n] for n in published} == published
+    sizes = [len((files("layoutopt") / "data" / f"{n}.graph").read_bytes()) for n in found]
+    assert max(sizes) < 5 << 20
+    assert sum(sizes) < 10 << 20
+
+
+def test_frozen_parameters_cost_nothing() -> None:
+    pytest.importorskip("peft")
+    full, _ = run_passes(zoo.capture_zoo("llama-odd"))
+    lora, _ = run_passes(zoo.capture_zoo("llama-odd", mode="lora"))
+    trained = {t.of for t in lora.by_role("state")}
+    assert trained
+    assert all(".lora_" in n for n in trained)
+    assert {t.of for t in lora.by_role("gradient")} <= trained
+
+    def saved_bytes(graph: TrainingGraph) -> int:
+        later = {o.tensor for op in graph.ops if op.phase == "backward" for o in op.inputs}
+        early = {o.tensor for op in graph.ops if op.phase == "forward" for o in op.outputs}
+        return sum(graph.tensors[n].size_elems * graph.tensors[n].item_bytes for n in later & early)
+
+    assert saved_bytes(lora) < 0.8 * saved_bytes(full)
+    for name in ("down_proj", "o_proj"):  # frozen products: their inputs are needed by no gradient
+        for op in lora.ops:
+            if op.phase == "backward" and op.kind == "contraction" and op.source.endswith(name):
+                assert any(name in o.tensor for o in op.inputs), "only the gradient of the input is left"
 
 
 def test_users_own_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -573,7 +640,7 @@ def test_users_own_model(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
         ("mine_for_capture:absent", "cannot load"),
         ("no_such_module_here:make", "cannot load"),
         ("minilm:", "neither a zoo model"),
-        ("resnet", "unknown model 'resnet': choose among minilm"),
+        ("resnet", "unknown model 'resnet': choose among llama-3.2-1b"),
     ):
         with pytest.raises(GraphError, match=match):
             zoo.capture_named(name)

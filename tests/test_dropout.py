@@ -8,6 +8,7 @@ import pytest
 from kernels.reference import run
 from layoutopt.expr import random_uniform
 from layoutopt.graph import TrainingGraph
+from layoutopt.optimizers import step_values
 from layoutopt.passes import run_passes
 
 N = 1 << 18
@@ -121,3 +122,10 @@ def test_a_transformer_with_its_own_dropout() -> None:
     step[5] = 1e-5
     high, low = (float(run(passed, {**values, name: values[name] + s})["loss"]) for s in (step, -step))
     assert again[f"grad:{name}"][5] == pytest.approx((high - low) / 2e-5, rel=1e-5)
+
+
+def test_each_step_has_a_seed_of_its_own() -> None:
+    graph, _ = dropping(0.3)
+    seeds = [int(step_values(graph, step, seed=seed)["seed"]) for seed in (0, 1, -7, 2**40) for step in (1, 2, 3, 5000)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(-(2**31) <= s < 2**31 for s in seeds)
