@@ -21,7 +21,8 @@ __all__ = ["IDENTITY", "Step", "View"]
 
 class Step(NamedTuple):
     """One view step: ``("reshape", shape)``, ``("permute", order)``, ``("expand", shape)`` or
-    ``("slice", (axis, start, stop, step))``."""
+    ``("slice", (axis, start, stop, step))``.
+    """
 
     kind: str
     args: tuple[int, ...]

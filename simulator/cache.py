@@ -1,9 +1,9 @@
 """The cache hierarchy: set-associative, LRU, write-back and write-allocate, any number of levels, compiled by numba.
 
 A :class:`Hierarchy` is the immutable description; ``state()`` makes the arrays that the compiled code updates. Level 0
-is nearest to a core. A private level exists once per core, a shared level once. A dirty line that is evicted is written to
-the next level (allocating there), from the last level to memory. Sets are indexed by line number modulo the number of
-sets, in which the most recently used line stands first.
+is nearest to a core. A private level exists once per core, a shared level once. A dirty line that is evicted is written
+to the next level (allocating there), from the last level to memory. Sets are indexed by line number modulo the number
+of sets, in which the most recently used line stands first.
 
 A *hit* is a line access served by the level, a *miss* one passed on, as in pycachesim.
 """
