@@ -99,7 +99,7 @@ def split_entropy(kernel: Kernel, parts: int, ignore: int) -> Kernel | None:
         ),
     )
     names = (("X", 0), ("TARGET", 1), ("LSE", 3), ("EACH", 5), ("TOP", 6), ("MASS", 7))
-    defines = {"OP_join": 1, "PARTS": cut.parts, "IGNORE": ignore}
+    defines: dict[str, str | int | float] = {"OP_join": 1, "PARTS": cut.parts, "IGNORE": ignore}
     return replace(kernel, launches=(*launches, _by_rows(kernel, "join_parts", names, phases, defines)))
 
 
