@@ -311,7 +311,7 @@ def _pad(b: GraphBuilder, out: Out, x: Arg, pads: Sequence[int], value: float = 
             for start, stop in ((0, first), (first + inner, n)) if value != 0 else ():
                 if stop > start:
                     shape = (*result.shape[:axis], stop - start, *result.shape[axis + 1 :])
-                    fill = np.asarray(value).astype(_ATEN_TYPES[out.dtype])
+                    fill: np.ndarray = np.asarray(value).astype(_ATEN_TYPES[out.dtype])
                     parts.append((start, Const(np.broadcast_to(fill, shape))))
             parts.sort(key=lambda part: part[0])
             whole = (*result.shape[:axis], n, *result.shape[axis + 1 :])
