@@ -130,7 +130,7 @@ def devices(json: Json = False) -> None:
 
 @app.command()
 def capture(
-    model: Annotated[str | None, typer.Argument(help="A zoo name or package.module:factory.")] = None,
+    model: Annotated[str | None, typer.Argument(help="A zoo name, package.module:factory or FILE.onnx.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Graph file to write.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1)] = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens a sample (text models).")] = None,

@@ -52,13 +52,18 @@ def capture_model(
     """
     from layoutopt.workload import facts
 
-    try:
-        from layoutopt import zoo
-    except ImportError as error:
-        raise LayoutOptError(f"capturing needs {error.name}: pip install 'layoutopt[torch]'") from error
-    captured = zoo.capture_named(
-        name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels, mode=mode, dropout=dropout
-    )
+    if name.endswith(".onnx"):
+        from layoutopt.onnx_read import read_onnx
+
+        captured = read_onnx(name, batch=batch, seq=seq)
+    else:
+        try:
+            from layoutopt import zoo
+        except ImportError as error:
+            raise LayoutOptError(f"capturing needs {error.name}: pip install 'layoutopt[torch]'") from error
+        captured = zoo.capture_named(
+            name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels, mode=mode, dropout=dropout
+        )
     graph, report = run_passes(captured)
     return graph.with_ops(graph.ops, meta={**graph.meta, "facts": facts(graph)}), report
 
