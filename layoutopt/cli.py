@@ -437,10 +437,10 @@ def _list_models(json: bool) -> None:
                 f"{known['parameters'] / 1e6:,.1f}",
                 str(known["ops"]),
                 f"{known['flops'] / 1e9:,.1f}",
-                _bytes(known["bytes"]),
+                f"{known['bytes'] / 2**30:,.1f}",
             ]
         )
-    table(["model", "what", "step", "M parameters", "ops", "GFLOP", "bytes"], rows)
+    table(["model", "what", "step", "M parameters", "ops", "GFLOP", "GiB moved"], rows)
     out("a step is forward, loss, backward and AdamW; for others: layoutopt capture MODEL --batch --seq --mode …")
 
 

@@ -134,12 +134,13 @@ class _Reader:
         self.b.context = Context(name.strip("/").replace("/", "."), "forward", name.strip("/").replace("/", "."))
         attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         args = [self.values[i] if i else None for i in node.input]
+        known = [a for a in args if a is None or isinstance(a, Const)]
         try:
             if node.op_type == "Shape":
                 shape = args[0].shape[attrs.get("start", 0) : attrs.get("end")]  # type: ignore[union-attr]
                 results: Sequence[Any] = [constant(np.array(shape, np.int64))]
-            elif all(a is None or isinstance(a, Const) for a in args):
-                results = self._calculate(node, args)
+            elif len(known) == len(args):
+                results = self._calculate(node, known)
             elif node.op_type in _RULES:
                 found = _RULES[node.op_type](self.b, attrs, *args)
                 results = found if isinstance(found, (tuple, list)) else [found]
