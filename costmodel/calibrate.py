@@ -208,7 +208,9 @@ class _Session:
 
     def close(self) -> None:
         """Let go of kernels and their regions before the arenas they lie in: some drivers crash the other way round."""
-        self._prepared.clear()
+        while self._prepared:
+            self._prepared.popitem()
+        self._bench.close()
 
     def knows(self, key: str) -> bool:
         """Whether a kernel was measured, now or in the earlier session."""

@@ -58,6 +58,7 @@ class _Arena:
         self.align_bytes = max(runtime.limits.base_align_bytes, 4096)
         self.buffer = runtime.allocate(size_bytes)
         self.next_bytes = 0
+        self._regions: dict[tuple[int, int], Any] = {}
         self.random = np.random.default_rng(seed).uniform(0.5, 1.5, 1 << 20).astype(np.float32).tobytes()
         self.refill(runtime)
 
@@ -70,9 +71,16 @@ class _Arena:
         """A region, at the beginning again where the rest is too short."""
         if self.next_bytes + size_bytes > self.size_bytes:
             self.next_bytes = 0
-        region = runtime.region(self.buffer, self.next_bytes, size_bytes)
+        where = self.next_bytes, size_bytes
+        if where not in self._regions:
+            self._regions[where] = runtime.region(self.buffer, *where)
         self.next_bytes += -(-size_bytes // self.align_bytes) * self.align_bytes
-        return region
+        return self._regions[where]
+
+    def close(self) -> None:
+        """Let go of the regions, the last made first (see ``Executor.close``)."""
+        while self._regions:
+            self._regions.popitem()
 
 
 class Bench:
@@ -92,6 +100,11 @@ class Bench:
         self._write = _Arena(runtime, size, seed + 1)
         self._ids: dict[tuple[int, int, str], Any] = {}
         self._seed = seed
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._read.close()
+        self._write.close()
 
     def fits(self, kernel: Kernel) -> bool:
         """Whether the kernel's operands fit the arenas side by side."""

@@ -80,8 +80,12 @@ class Executor:
         self._arena = runtime.allocate(plan.arena_bytes)
         if poison:
             runtime.fill(self._arena, 0xFF)
+        regions: dict[tuple[int, int], Any] = {}
         for slot in plan.arena:
-            self._buffers[slot.name] = runtime.region(self._arena, slot.offset_bytes, slot.size_bytes)
+            where = slot.offset_bytes, slot.size_bytes
+            if where not in regions:
+                regions[where] = runtime.region(self._arena, *where)
+            self._buffers[slot.name] = regions[where]
         self.steps = bind(graph, plan, self.limits)
         self._sources = self._specialise()
         self._step_calls += [self._prepare(step) for step in self.steps]
@@ -346,15 +350,18 @@ class Executor:
     def close(self) -> None:
         """Give the device's memory back; the executor is of no further use.
 
-        In an order of our own, kernels before the regions that they are bound to, regions before the arena that they
-        lie in: left to Python, the arena went first, and NVIDIA's driver (580) then crashed the process.
+        In an order of our own, the last made first: kernels, the regions that they are bound to, the arena that these
+        lie in. NVIDIA's driver (580) crashes the process when regions go in the order in which they were made.
         """
         if self.__dict__.get("_arena") is None:
             return
         self.finish()
-        for held in (self._forward_calls, self._calls, self._step_calls):
-            held.clear()
-        self._buffers.clear()
+        self._forward_calls.clear()
+        self._calls.clear()
+        while self._step_calls:
+            self._step_calls.pop()
+        while self._buffers:
+            self._buffers.popitem()
         self._arena = None
 
     def __del__(self) -> None:
