@@ -54,7 +54,12 @@ def main() -> None:
     parser.add_argument("--ship", action="store_true", help="write layoutopt/data/NAME.graph")
     parser.add_argument("-o", "--output", type=Path, default=Path("capture_zoo.json"))
     parser.add_argument("--one", action="store_true", help="capture in this process and print one record")
+    parser.add_argument("--smoke", action="store_true", help="one small model, in this process, no record")
     args = parser.parse_args()
+    if args.smoke:
+        record = capture_one("bert-tiny", "full", None)
+        print(f"bert-tiny: {record['captured_ops']} ops captured, {record['ops']} after the passes")
+        return
     if args.one:
         name, _, mode = args.models[0].partition(":")
         target = DATA / f"{name}{f'-{mode}' if mode else ''}.graph" if args.ship else None
