@@ -77,7 +77,8 @@ def test_relayout(device_index: int, source: str, target: str, shape: tuple[int,
     x = normal(*shape)
     spec = make_spec("pointwise", [x], [shape], {"expr": IDENTITY})
     ran = check_all(device_index, spec, [MATRIX_LAYOUTS[source](shape), MATRIX_LAYOUTS[target](shape)], [x])
-    assert ("tile_fat" in ran) == tile
+    if devices()[device_index].limits.kind == "cpu":  # a GPU has no use for fat items
+        assert ("tile_fat" in ran) == tile
 
 
 def test_relayout_of_integers_and_bools(device_index: int) -> None:
@@ -108,7 +109,8 @@ def test_update_in_place(device_index: int, name: str) -> None:
     inputs = [p, g, m, np.abs(v), np.full(shape, 1e-2, np.float32)]
     spec = make_spec("pointwise", inputs, [shape] * 3, {"expr": ADAM}, inplace=((0, 0), (1, 2), (2, 3)))
     ran = check_all(device_index, spec, [*[layout] * 4, scalar, *[layout] * 3], inputs)
-    assert ("linear_fat" in ran) == (name == "r-tile 4x4")
+    if devices()[device_index].limits.kind == "cpu":
+        assert ("linear_fat" in ran) == (name == "r-tile 4x4")
 
 
 def test_heads_of_a_stored_matrix(device_index: int) -> None:
