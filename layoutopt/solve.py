@@ -62,12 +62,16 @@ class Reductions:
         return Reductions(False, False, False, False)
 
 
+_TOO_DEAR_NS = 1 << 46
+"""Nineteen hours: scaled, sums of such costs would leave 64 bits, and HiGHS takes the problem alone."""
+
+
 def solve(
     problem: Problem,
     time_limit_s: float = 60.0,
     starts: Iterable[Assignment] | None = None,
     reductions: Reductions | None = None,
-    limits_rows: int = 1 << 20,
+    most_rows: int = 1 << 20,
 ) -> Assignment:
     """The cheapest assignment, proven so unless time runs out.
 
@@ -77,7 +81,7 @@ def solve(
             bound so far.
         starts: assignments to start from; the strategies' by default.
         reductions: all by default.
-        limits_rows: of a table in elimination; beyond that HiGHS takes over.
+        most_rows: of a table in elimination; beyond that HiGHS takes over.
 
     Returns:
         An assignment that ``check`` has priced; ``bound_ns`` is a proven lower bound.
@@ -94,7 +98,7 @@ def solve(
     closed, method = False, best.method if best else "none"
     left: Domain | None = domain
     if switches.sweeps or switches.elimination:
-        limits = Limits(limits_rows, started + time_limit_s)
+        limits = Limits(most_rows, started + time_limit_s)
         outcome, left = _on_tables(problem, domain, best, bound, switches, limits)
         if outcome.cost_ns is not None:
             best, method = outcome.found, "tables"
@@ -133,6 +137,8 @@ def _on_tables(
 ) -> tuple[_Tabled, Domain | None]:
     """The search on tables, and what it leaves for HiGHS: None where that is nothing better than what is known."""
     ceiling = best.cost_ns if best else _beyond(problem)
+    if ceiling >= _TOO_DEAR_NS:
+        return _Tabled(None, base_ns, False, None), domain
     try:
         net = network(problem, domain, ceiling - base_ns)
     except TooManyStatesError:

@@ -40,6 +40,10 @@ class _State:
         self.primary: list[int | None] = [p[0] if len(p) == 1 else None for p in domain.primaries]
         self.copies: list[list[int]] = [[] for _ in problem.storages]
         self.choice = [-1] * len(problem.ops)
+        self.around: list[list[int]] = [[] for _ in problem.storages]
+        for o, op in enumerate(problem.ops):
+            for s in dict.fromkeys(op.operands):
+                self.around[s].append(o)
 
     def price(self, op: OpNode, picked: int) -> int | None:
         """Nanoseconds of a choice with the relayouts it adds; None where it contradicts what is decided."""
@@ -204,7 +208,7 @@ def _decide(state: _State, s: int, order: Sequence[int]) -> None:
         if candidate not in state.open[s]:
             continue
         state.primary[s] = candidate
-        touched = [(o, op) for o, op in enumerate(state.problem.ops) if s in op.operands]
+        touched = [(o, state.problem.ops[o]) for o in state.around[s]]
         if all(any(state.price(op, c) is not None for c in state.allowed[o]) for o, op in touched):
             return
     names = (state.problem.storages[s].name,)
@@ -234,10 +238,7 @@ def activation(problem: Problem, guide: Sequence[int]) -> Assignment:
     """
     started = time.perf_counter()
     state = _State(problem)
-    around: list[list[int]] = [[] for _ in problem.storages]
-    for o, op in enumerate(problem.ops):
-        for s in dict.fromkeys(op.operands):
-            around[s].append(o)
+    around = state.around
     seeds = sorted((s for s, weight in enumerate(guide) if weight), key=lambda s: (-guide[s], s))
     queue = seeds + [s for s in _outwards(problem, around, seeds) if not guide[s]]
     for s in queue:

@@ -42,6 +42,8 @@ class OutOfTimeError(Exception):
 _SWEEP_AT = 256
 """Estimated rows of the next table from which costs are swept again; grows by ``_SWEEP_GROWTH`` each time."""
 _SWEEP_GROWTH = 4
+_HOPELESS = 1 << 60
+"""Estimates beyond this are all the same."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class _Step:
 
     variable: int
     scope: tuple[int, ...]
-    rows: NDArray[np.int16]
-    value: NDArray[np.int16]
+    rows: NDArray[np.signedinteger]
+    value: NDArray[np.signedinteger]
 
 
 def eliminate(factors: Iterable[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int = 0) -> Answer:
@@ -103,6 +105,8 @@ class _Elimination:
     def __init__(self, factors: list[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int) -> None:
         self.sizes, self.budget, self.limits, self.rounds = list(sizes), budget, limits, rounds
         self.counts = list(sizes)
+        # What is kept of every elimination until the end, as small as it can be.
+        self.kind = np.int16 if max(self.sizes, default=0) < 1 << 15 else np.int64
         self.offset = 0
         self.largest = 0
         self.exact = True
@@ -190,10 +194,18 @@ class _Elimination:
         return True
 
     def _estimate(self, v: int) -> int:
-        """Rows of the table that eliminating ``v`` would make, at most."""
-        tables = [self.factors[f] for f in self.around[v]]
-        scope = {u for t in tables for u in t.scope}
-        return min(prod(self.counts[u] for u in scope), prod(len(t.costs) for t in tables))
+        """Rows of the table that eliminating ``v`` would make, at most, and never more than ``_HOPELESS``."""
+        by_rows, by_values, seen = 1, 1, set[int]()
+        for f in self.around[v]:
+            by_rows = min(by_rows * len(self.factors[f].costs), _HOPELESS)
+            if by_values < _HOPELESS:
+                for u in self.factors[f].scope:
+                    if u not in seen:
+                        seen.add(u)
+                        by_values *= self.counts[u]
+            elif by_rows == _HOPELESS:
+                break
+        return min(by_rows, by_values, _HOPELESS)
 
     def _eliminate(self, v: int) -> set[int] | None:
         if time.perf_counter() > self.limits.deadline:
@@ -215,7 +227,7 @@ class _Elimination:
         first = np.ones(len(order), dtype=bool)
         first[1:] = key[order][1:] != key[order][:-1]
         kept = order[first]
-        self.steps.append(_Step(v, rest, others[kept].astype(np.int16), rows[kept, at].astype(np.int16)))
+        self.steps.append(_Step(v, rest, others[kept].astype(self.kind), rows[kept, at].astype(self.kind)))
         if not self._add(Factor(rest, others[kept], costs[kept])):
             return None
         return set(rest)

@@ -126,7 +126,7 @@ def test_elimination_stops_in_time() -> None:
 
 def answer(problem: Problem, reductions: Reductions, rows: int = 1 << 20) -> int | None:
     try:
-        found = solve(problem, reductions=reductions, limits_rows=rows)
+        found = solve(problem, reductions=reductions, most_rows=rows)
     except InfeasibleError:
         return None
     assert found.status == "OPTIMAL"
@@ -210,3 +210,17 @@ def test_bound_of_an_unfinished_search_holds() -> None:
     unfinished = search(net, best + 50, Limits(), elimination=False)
     assert net.base // SCALE < unfinished.bound_ns <= best
     assert not unfinished.closed
+
+
+def test_costs_beyond_the_tables_go_to_highs() -> None:
+    problem = random_problem(4, ops=3, width=3)
+    dear = replace(
+        problem,
+        ops=tuple(
+            replace(op, choices=tuple(replace(c, cost_ns=c.cost_ns << 42) for c in op.choices)) for op in problem.ops
+        ),
+        relayout_ns={key: price << 42 for key, price in problem.relayout_ns.items()},
+    )
+    found = solve(dear)
+    assert found.method.startswith("highs")
+    assert found.cost_ns == solve(problem).cost_ns << 42
