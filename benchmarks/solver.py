@@ -29,15 +29,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from layoutopt.errors import InfeasibleError, LayoutOptError
+from layoutopt.errors import LayoutOptError
 from layoutopt.exact import remaining
 from layoutopt.files import write_atomic
 from layoutopt.layout import Layout
 from layoutopt.problem import Assignment, Choice, OpNode, Problem, StorageNode
 from layoutopt.reduce import Domain, consistent, reduce
-from layoutopt.solve import Reductions, solve
+from layoutopt.solve import Reductions, heuristics, solve
 from layoutopt.states import network
-from layoutopt.strategies import STRATEGIES
 
 CONFIGURATIONS = {
     "plain HiGHS": Reductions.none(),
@@ -48,17 +47,6 @@ CONFIGURATIONS = {
     "sweeps, elimination": Reductions(False, True, True, False),
     "all": Reductions(),
 }
-
-
-def starts(problem: Problem) -> list[Assignment]:
-    """What every configuration starts from: the strategies that find their way."""
-    out = []
-    for strategy in STRATEGIES.values():
-        try:
-            out.append(strategy(problem))
-        except InfeasibleError:
-            continue
-    return out
 
 
 def booleans(problem: Problem, domain: Domain) -> int:
@@ -90,7 +78,7 @@ def left_for_highs(problem: Problem, switches: Reductions, known: list[Assignmen
 
 def measure(name: str, problem: Problem, limit_s: float, rounds: int, only: str) -> Iterator[dict[str, Any]]:
     """A row per configuration."""
-    known = starts(problem)
+    known = heuristics(problem)
     chosen = {label: switches for label, switches in CONFIGURATIONS.items() if only in label}
     runs: dict[str, list[tuple[float, Assignment]]] = {label: [] for label in chosen}
     for _ in range(rounds):

@@ -85,7 +85,7 @@ def op_spec(graph: TrainingGraph, op: Op) -> OpSpec:
         tuple(graph.operand_shape(o) for o in op.operands),
         tuple(t.dtype for t in tensors),
         len(op.inputs),
-        tuple(sorted(op.attrs.items())),
+        frozen_attrs(op.attrs),
         op.inplace,
     )
 

@@ -41,7 +41,7 @@ from layoutopt.states import TooManyStatesError, network
 from layoutopt.strategies import STRATEGIES
 from layoutopt.treewidth import Limits
 
-__all__ = ["Reductions", "solve"]
+__all__ = ["Reductions", "heuristics", "solve"]
 
 TOLERANCE = 1e-7
 """Relative distance between price and dual bound within which floating point cannot tell them apart."""
@@ -92,7 +92,7 @@ def solve(
     started = time.perf_counter()
     switches = reductions or Reductions()
     domain = reduce(problem) if switches.dominance else consistent(problem)
-    known = list(_heuristics(problem) if starts is None else starts)
+    known = list(heuristics(problem) if starts is None else starts)
     best = min(known, key=lambda a: a.cost_ns) if known else None
     bound = sum(min(op.choices[c].cost_ns for c in left) for op, left in zip(problem.ops, domain.choices, strict=True))
     closed, method = False, best.method if best else "none"
@@ -224,7 +224,7 @@ def _by_highs(
     return best, bound, proven, method
 
 
-def _heuristics(problem: Problem) -> list[Assignment]:
+def heuristics(problem: Problem) -> list[Assignment]:
     """Every strategy's answer; one that meets a dead end has none, and the exact search starts without it."""
     out = []
     for strategy in STRATEGIES.values():
