@@ -64,7 +64,7 @@ def captured(name: str, folder: Path | None, optimizer: Sgd) -> TrainingGraph:
 def torch_run(
     module: torch.nn.Module, loss_of: Any, batches: list[dict[str, torch.Tensor]], optimizer: Sgd
 ) -> tuple[Run, dict[str, np.ndarray]]:
-    """torch's steps, and its first gradients."""
+    """Torch's steps, and its first gradients."""
     where = "cuda" if torch.cuda.is_available() else "cpu"
     module = module.to(where).train()
     update = torch.optim.SGD(module.parameters(), lr=optimizer.lr, momentum=optimizer.momentum)
