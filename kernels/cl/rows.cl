@@ -154,6 +154,15 @@ static float across(__local float *part, int lane, float x, int maximum)
 
 #define PEAK(T, LD, LDK, ST, A) const T x = LD(X); A(put)(x, x) A(peak) = LARGER(A(peak), x);
 #define EXP_SUM(T, LD, LDK, ST, A) A(sum) += A(exp)(A(get)(x, LD(X)) - peak);
+// The row's largest value `peak`, and the `sum` of its exponentials from there, which STEP adds up.
+#define EXPONENTIALS(STEP) \
+    KEPT(x) \
+    ACCUMULATOR(peak, -INFINITY) \
+    OVER_K(PEAK) \
+    MAX_OF(peak) \
+    ACCUMULATOR(sum, 0.0f) \
+    OVER_K(STEP) \
+    SUM_OF(sum)
 
 #ifdef OP_softmax
 #if KEEP
@@ -166,13 +175,7 @@ static float across(__local float *part, int lane, float x, int maximum)
 ENTRY void softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
-        KEPT(x)
-        ACCUMULATOR(peak, -INFINITY)
-        OVER_K(PEAK)
-        MAX_OF(peak)
-        ACCUMULATOR(sum, 0.0f)
-        OVER_K(EXP_Y)
-        SUM_OF(sum)
+        EXPONENTIALS(EXP_Y)
         const ROW_T scale = 1.0f / sum;
         OVER_K(SCALE_Y)
     ROWS_END
@@ -200,13 +203,7 @@ ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 ENTRY void log_softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
-        KEPT(x)
-        ACCUMULATOR(peak, -INFINITY)
-        OVER_K(PEAK)
-        MAX_OF(peak)
-        ACCUMULATOR(sum, 0.0f)
-        OVER_K(EXP_SUM)
-        SUM_OF(sum)
+        EXPONENTIALS(EXP_SUM)
         const ROW_T lse = peak + log(sum);
         OVER_K(LOG_Y)
     ROWS_END
@@ -279,13 +276,7 @@ ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
 ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 {
     ROWS_BEGIN
-        KEPT(x)
-        ACCUMULATOR(peak, -INFINITY)
-        OVER_K(PEAK)
-        MAX_OF(peak)
-        ACCUMULATOR(sum, 0.0f)
-        OVER_K(EXP_SUM)
-        SUM_OF(sum)
+        EXPONENTIALS(EXP_SUM)
         const float lse = peak + log(sum);
         const int target = TARGET_AT(i);
         STM(LSE, lse);
