@@ -37,7 +37,6 @@ def ours(args: argparse.Namespace, data_file: Path, run_dir: Path) -> dict[str, 
     from layoutopt import textclass, textdata
     from layoutopt.facade import capture_model, solve_plan
     from layoutopt.models import device_model, uncalibrated
-    from layoutopt.optimizers import hyper_values
     from layoutopt.train import Dataset, Schedule, evaluate, fit
 
     source = textclass.pretrained("minilm")
@@ -61,7 +60,6 @@ def ours(args: argparse.Namespace, data_file: Path, run_dir: Path) -> dict[str, 
         training,
         epochs=1,
         schedule=Schedule(LR, steps),
-        hyper=lambda step, lr: hyper_values(graph.meta["optimizer"], step, lr),
         seed=SEED,
         last_step=steps,
         on_step=lambda *_: stamps.append(time.perf_counter()),

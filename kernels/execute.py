@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from kernels.bind import BoundStep, bind, slot_name
-from kernels.feed import Feed, cast, initial_values
+from kernels.feed import Feed, cast
 from kernels.pack import STORAGE_DTYPES, pack, unpack
 from kernels.runtime import Runtime
 from kernels.source import program_source
 from kernels.spec import DeviceLimits
+from layoutopt.checkpoint import initial_values
 from layoutopt.errors import DeviceError, GraphError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import ArenaSlot, Plan
@@ -228,12 +229,8 @@ class Executor:
         for name in values:
             if name not in tensors:
                 raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
-        out = initial_values(self.graph, seed)
-        out |= {name: np.array(cast(tensors[name], value)) for name, value in values.items()}
-        for name, tensor in tensors.items():
-            if name not in out:
-                raise GraphError(f"parameter {name!r} {list(tensor.shape)} has no starting value: pass it in `values`")
-        return out
+        given = {name: np.array(cast(tensors[name], value)) for name, value in values.items()}
+        return initial_values(self.graph, seed, given=given) | given
 
     def _store(self, name: str, array: np.ndarray, *, wait: bool = True) -> Any:
         storage = self.graph.storage_of[name]

@@ -1,11 +1,10 @@
-"""What goes into a step: inputs checked and converted, and where parameters and optimizer state start.
+"""What goes into a step: inputs checked and converted.
 
 The device trusts its ids and labels; they are checked here, on the host: a wrong one is a sentence, not a crash.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from layoutopt.errors import GraphError
 from layoutopt.graph import Tensor, TrainingGraph
 from layoutopt.view import View
 
-__all__ = ["Feed", "cast", "initial_values"]
+__all__ = ["Feed", "cast"]
 
 _TARGET_KINDS = {"nll_loss": (1, 0), "nll_loss_grad": (1, 3), "cross_entropy": (1, 0), "cross_entropy_grad": (2, 1)}
 """Op kind to the positions of (targets, operand whose second axis counts the classes)."""
@@ -125,31 +124,3 @@ class Feed:
                 f"input {name!r} holds {int(seen[place])} at {list(place)}: "
                 f"the {bound.what} are 0..{bound.below - 1}{beside}"
             )
-
-
-def initial_values(graph: TrainingGraph, seed: int = 0) -> dict[str, np.ndarray]:
-    """Starting values of the parameters and state that say how they start (``Tensor.init``).
-
-    Each tensor's numbers depend on ``seed`` and its own name alone.
-
-    Raises:
-        GraphError: an ``init`` that is not "zeros", "ones", "constant:VALUE" or "normal:STD".
-    """
-    out = {}
-    for tensor in graph.by_role("parameter", "state"):
-        kind, _, argument = tensor.init.partition(":")
-        dtype = np.float32 if tensor.dtype == "float32" else np.int32
-        if kind in ("zeros", "ones") and not argument:
-            out[tensor.name] = np.full(tensor.shape, kind == "ones", dtype)
-        elif kind == "constant" and argument:
-            out[tensor.name] = np.full(tensor.shape, float(argument), dtype)
-        elif kind == "normal" and argument:
-            rng = np.random.default_rng((seed, zlib.crc32(tensor.name.encode())))
-            out[tensor.name] = (rng.standard_normal(tensor.shape) * float(argument)).astype(np.float32)
-        elif tensor.init:
-            raise GraphError(
-                f"{tensor.name!r} starts as {tensor.init!r}: expected zeros, ones, constant:VALUE or normal:STD"
-            )
-        elif tensor.role == "state":
-            out[tensor.name] = np.zeros(tensor.shape, dtype)
-    return out

@@ -36,11 +36,12 @@ _KEPT = {
     *("native_layer_norm_backward", "_softmax_backward_data", "_log_softmax_backward_data"),
     *("nll_loss_forward", "nll_loss_backward", "embedding_dense_backward"),
     *("gelu_backward", "tanh_backward", "sigmoid_backward", "silu", "silu_backward", "threshold_backward", "square"),
-    *("select_backward", "slice_backward", "select_scatter", "baddbmm"),
+    *("select_backward", "slice_backward", "select_scatter", "baddbmm", "native_dropout"),
 }
 """ATen ops that the graph's kinds express whole, so that torch need not take them apart."""
 
 _FILLS = ("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full", "new_zeros", "new_ones")
+_RANDOM = ("rand", "dropout")
 _MAX_FOLDED_ELEMS = 1 << 24
 
 
@@ -330,7 +331,7 @@ def _fold(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
         if isinstance(fill, (bool, int, float)):
             known[node] = torch.full((), fill, dtype=val.dtype).expand(val.shape)
             return True
-    if any(n not in known for n in node.all_input_nodes) or "rand" in str(node.target):
+    if any(n not in known for n in node.all_input_nodes) or any(word in str(node.target) for word in _RANDOM):
         return False
     sizes = [v.numel() for v in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(v, torch.Tensor)]
     if max(sizes, default=0) > _MAX_FOLDED_ELEMS:

@@ -68,17 +68,16 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
 @opened("dropout.default", "dropout_.default", "feature_dropout.default")
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Zero with probability ``p``, else scaled so that the mean stays; the random numbers are the graph's own."""
-    if not train or p == 0:
-        return x
-    return x * torch.where(torch.rand_like(x, memory_format=torch.contiguous_format) >= p, 1 / (1 - p), 0.0)
+    return _native_dropout(x, p, train)[0]
 
 
 @opened("native_dropout.default")
 def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What dropout makes of ones is a mask without a gradient, which is kept whole for a rule of the graph's own."""
     if train is False or p == 0:
         return x, torch.ones_like(x, dtype=torch.bool)
-    keep = torch.rand_like(x, memory_format=torch.contiguous_format) >= p
-    return x * torch.where(keep, 1 / (1 - p), 0.0), keep
+    mask, keep = torch.ops.aten.native_dropout.default(torch.ones_like(x, requires_grad=False), p, True)
+    return x * mask, keep
 
 
 def _normalised_groups(x: torch.Tensor, groups: int, eps: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ A value's random numbers depend on the seed and the tensor's name alone, so that
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -21,36 +21,43 @@ from layoutopt.graph import Role, Tensor, TrainingGraph
 __all__ = ["initial_values", "load_safetensors", "save_safetensors"]
 
 
-def initial_values(graph: TrainingGraph, seed: int) -> dict[str, np.ndarray]:
+def initial_values(graph: TrainingGraph, seed: int = 0, *, given: Collection[str] = ()) -> dict[str, np.ndarray]:
     """Parameters and optimizer state at the start of training.
 
     Args:
-        graph: whose tensors' ``init`` says how: "zeros", "ones", "constant:VALUE" or "normal:STD".
+        graph: whose tensors' ``init`` says how: "zeros", "ones", "constant:VALUE" or "normal:STD"; state without one
+            starts at zero.
         seed: of the random numbers.
+        given: names that need no value, because a checkpoint has them.
 
     Returns:
-        Arrays by tensor name, in the tensors' shapes.
+        Arrays by tensor name, in the tensors' shapes and types.
 
     Raises:
-        GraphError: an ``init`` that is none of these.
+        GraphError: an ``init`` that is none of these, or a parameter without one.
     """
-    return {t.name: _initial(t, seed) for t in graph.by_role("parameter", "state")}
+    return {t.name: _initial(t, seed) for t in graph.by_role("parameter", "state") if t.name not in given}
 
 
 def _initial(tensor: Tensor, seed: int) -> np.ndarray:
-    kind, _, number = (tensor.init or "zeros").partition(":")
-    if kind in ("zeros", "ones"):
-        return np.full(tensor.shape, kind == "ones", np.float32)
+    kind, _, argument = tensor.init.partition(":")
+    dtype = np.dtype(tensor.dtype)
+    if (kind in ("zeros", "ones") and not argument) or (not tensor.init and tensor.role == "state"):
+        return np.full(tensor.shape, kind == "ones", dtype)
+    if not tensor.init:
+        raise GraphError(f"parameter {tensor.name!r} {list(tensor.shape)} has no starting value: give it one")
     try:
-        value = float(number)
-    except ValueError as error:
-        raise GraphError(f"tensor {tensor.name}: init {tensor.init!r} has no number: capture the graph anew") from error
+        value = float(argument)
+    except ValueError:
+        kind = ""
     if kind == "constant":
-        return np.full(tensor.shape, value, np.float32)
+        return np.full(tensor.shape, value, dtype)
     if kind == "normal":
         rng = np.random.default_rng([seed, crc32(tensor.name.encode())])
-        return rng.standard_normal(tensor.shape, np.float32) * np.float32(value)
-    raise GraphError(f"tensor {tensor.name}: unknown init {tensor.init!r}: expected zeros, ones, constant: or normal:")
+        return (rng.standard_normal(tensor.shape, np.float32) * np.float32(value)).astype(dtype, copy=False)
+    raise GraphError(
+        f"{tensor.role} {tensor.name!r} starts as {tensor.init!r}: expected zeros, ones, constant:VALUE or normal:STD"
+    )
 
 
 def load_safetensors(

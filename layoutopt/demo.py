@@ -17,14 +17,12 @@ import numpy as np
 
 from layoutopt import digits
 from layoutopt import plan as plans
-from layoutopt.checkpoint import initial_values
 from layoutopt.compare import Row, compare, predicted_s
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_all
 from layoutopt.files import check_folder, write_atomic
 from layoutopt.graphfile import save
 from layoutopt.models import shipped
-from layoutopt.optimizers import hyper_values
 from layoutopt.show import Progress
 from layoutopt.train import Schedule, evaluate, fit
 from layoutopt.tuning import calibrate_for
@@ -97,7 +95,7 @@ def run_demo(
         f"gap {plan.solver.gap:.2%}, {len(plan.relayouts)} relayouts, predicted step {predicted_s(plan) * 1e3:.2f} ms"
     )
 
-    executor = Executor(runtime, graph, plan, initial_values(graph, seed))
+    executor = Executor(runtime, graph, plan, seed=seed)
     batch = graph.tensors[training.target].shape[0]
     steps = epochs * -(-len(training) // batch)
     say(f"3/4 training {epochs} epochs of {len(training)} images: {steps} steps")
@@ -107,7 +105,6 @@ def run_demo(
         training,
         epochs=epochs,
         schedule=Schedule(PEAK_LR, steps, warmup_steps=steps // 10, cosine=True),
-        hyper=lambda step, lr: hyper_values(graph.meta["optimizer"], step, lr),
         seed=seed,
         on_step=lambda step, loss: bar.stage(f"step {step}/{steps} loss {loss:.3f}", step, steps),
     )

@@ -19,6 +19,7 @@ from layoutopt.facade import capture_model, check_request, solve_plan
 from layoutopt.files import check_folder
 from layoutopt.graph import TrainingGraph
 from layoutopt.models import check_device, device_model, find_graph, shipped_names
+from layoutopt.optimizers import has_dropout
 from layoutopt.show import Progress
 from layoutopt.textclass import RunState
 from layoutopt.train import Dataset, History, Schedule, batch_size, evaluate, fit
@@ -45,6 +46,7 @@ class Settings:
     lr: float = 5e-5
     held_out: float = 0.2
     seed: int = 0
+    dropout: bool = False
     max_steps: int | None = None
     strategy: str = "ilp"
     memory: str | None = None
@@ -162,8 +164,6 @@ def _run(
     progress: Progress,
     first_step: int = 0,
 ) -> Result:
-    from layoutopt.optimizers import hyper_values
-
     size = batch_size(executor.graph, training.target)
     per_epoch = -(-len(training) // size)
     total = settings.epochs * per_epoch
@@ -171,7 +171,6 @@ def _run(
         total = min(total, first_step + settings.max_steps)
     if first_step >= total:
         raise LayoutOptError(f"nothing left to train: the run has taken {first_step} of {total} steps; raise --epochs")
-    optimizer = executor.graph.meta.get("optimizer")
     history = History()
     started = time.perf_counter()
 
@@ -183,7 +182,6 @@ def _run(
         training,
         epochs=settings.epochs,
         schedule=Schedule(settings.lr, total),
-        hyper=lambda step, lr: hyper_values(optimizer, step, lr),
         seed=settings.seed,
         first_step=first_step,
         last_step=total,
@@ -214,7 +212,13 @@ def _finetune_text(settings: Settings, runtime: Runtime, announce: Callable[[str
     if state is not None:
         # What shaped the run so far stays; --epochs may extend it.
         settings = replace(
-            settings, batch=state.batch, seq=state.seq, seed=state.seed, lr=state.lr, held_out=state.held_out
+            settings,
+            batch=state.batch,
+            seq=state.seq,
+            seed=state.seed,
+            lr=state.lr,
+            held_out=state.held_out,
+            dropout=state.dropout,
         )
         source = textclass.source_of(settings.resume)  # type: ignore[arg-type]
     else:
@@ -230,7 +234,14 @@ def _finetune_text(settings: Settings, runtime: Runtime, announce: Callable[[str
     if len(classes) < 2:
         raise LayoutOptError(f"{settings.data} has only the label {classes[0]!r}: a classifier needs at least two")
     data = Dataset({**textdata.encode(text.texts, source.directory / "tokenizer.json", settings.seq), "labels": labels})
-    graph, _ = capture_model("minilm", batch=settings.batch, seq=settings.seq, optimizer="adamw", labels=len(classes))
+    graph, _ = capture_model(
+        "minilm",
+        batch=settings.batch,
+        seq=settings.seq,
+        optimizer="adamw",
+        labels=len(classes),
+        dropout=settings.dropout,
+    )
     data = Dataset({name: x for name, x in data.inputs.items() if name in graph.tensors})
     _check_samples(data, graph, settings.data)
     training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
@@ -254,6 +265,7 @@ def _finetune_text(settings: Settings, runtime: Runtime, announce: Callable[[str
             settings.lr,
             settings.held_out,
             text.fingerprint,
+            settings.dropout,
         )
         textclass.save_run(directory, graph, executor.values(), source, reached)
         result = replace(result, directory=str(directory))
@@ -270,12 +282,17 @@ def _finetune_arrays(
             "--resume continues text runs only: give --checkpoint FILE.safetensors to start from weights"
         )
     graph = find_graph(settings.model)
+    if settings.dropout and not has_dropout(graph):
+        raise GraphError(
+            f"graph {graph.name!r} has no dropout to leave on: capture it anew with `layoutopt capture --dropout`"
+        )
     data = _arrays(settings.data, graph)
     training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
-    values = initial_values(graph, settings.seed)
+    given: dict[str, np.ndarray] = {}
     if settings.checkpoint is not None:
         inside = settings.checkpoint / "model.safetensors"  # what --out writes
-        values.update(load_safetensors(graph, inside if settings.checkpoint.is_dir() else settings.checkpoint))
+        given = load_safetensors(graph, inside if settings.checkpoint.is_dir() else settings.checkpoint)
+    values = initial_values(graph, settings.seed, given=given) | given
     executor, predicted = _executor(settings, graph, values, runtime, announce, progress)
     result = _run(settings, executor, predicted, training, held_out, progress)
     if settings.out_dir is not None:

@@ -16,6 +16,7 @@ from zlib import crc32
 import numpy as np
 
 from layoutopt.capture_build import GraphBuilder, Prog
+from layoutopt.capture_random import NO_DROPOUT, SEED
 from layoutopt.errors import GraphError
 from layoutopt.graph import Expr, Op, Operand, TrainingGraph
 from layoutopt.view import View
@@ -25,6 +26,8 @@ __all__ = [
     "Optimizer",
     "Sgd",
     "append_updates",
+    "evaluation_values",
+    "has_dropout",
     "hyper_values",
     "optimizer_from",
     "optimizer_meta",
@@ -141,11 +144,25 @@ def step_values(graph: TrainingGraph, step: int, lr: float | None = None, seed: 
         seed: of the run.
     """
     values = hyper_values(graph.meta.get("optimizer"), step, lr)
-    tensor = graph.tensors.get("seed")
-    if tensor is not None and (tensor.role, tensor.shape, tensor.dtype) == ("input", (), "int32"):
+    if has_dropout(graph):
         mixed = crc32(f"{seed}:{step}".encode())
-        values["seed"] = np.asarray(mixed - (mixed >> 31 << 32), np.int32)
+        signed = mixed - (mixed >> 31 << 32)
+        values[SEED] = np.asarray(0 if signed == NO_DROPOUT else signed, np.int32)
     return values
+
+
+def evaluation_values(graph: TrainingGraph) -> dict[str, np.ndarray]:
+    """Scalar inputs for a forward pass that updates nothing and drops nothing."""
+    values = hyper_values(graph.meta.get("optimizer"), 1)
+    if has_dropout(graph):
+        values[SEED] = np.asarray(NO_DROPOUT, np.int32)
+    return values
+
+
+def has_dropout(graph: TrainingGraph) -> bool:
+    """Whether a step draws random numbers, and so takes a seed."""
+    tensor = graph.tensors.get(SEED)
+    return tensor is not None and (tensor.role, tensor.shape, tensor.dtype) == ("input", (), "int32")
 
 
 def append_updates(b: GraphBuilder, optimizer: Optimizer, gradients: Mapping[str, str]) -> None:

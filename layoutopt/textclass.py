@@ -74,13 +74,14 @@ class RunState:
     Attributes:
         step: steps taken.
         epochs: passes that were asked for.
-        seed: of split, order and initial head.
+        seed: of split, order, initial head and dropout.
         classes: labels in the order of the logits.
         batch: samples a step.
         seq: tokens a sample.
         lr: peak learning rate.
         held_out: share kept for evaluation.
         data: fingerprint of the labelled texts, in order; the split and the order of samples hang on them.
+        dropout: whether it is on.
     """
 
     step: int
@@ -92,6 +93,7 @@ class RunState:
     lr: float
     held_out: float
     data: str
+    dropout: bool = False
 
 
 def pretrained(name: str) -> Source:
@@ -139,16 +141,13 @@ def initial(graph: TrainingGraph, source: Source, seed: int) -> dict[str, np.nda
     """
     from layoutopt.checkpoint import initial_values, load_safetensors
 
-    values = initial_values(graph, seed)
-    values.update(
-        load_safetensors(
-            graph,
-            source.directory / _MODEL_FILE,
-            rename=lambda name: source.prefix + name,
-            allow_missing=("classifier.",) if source.prefix else (),
-        )
+    loaded = load_safetensors(
+        graph,
+        source.directory / _MODEL_FILE,
+        rename=lambda name: source.prefix + name,
+        allow_missing=("classifier.",) if source.prefix else (),
     )
-    return values
+    return initial_values(graph, seed, given=loaded) | loaded
 
 
 def save_run(
@@ -214,9 +213,8 @@ def _metadata(file: Path) -> dict[str, str]:
 
 def load_run(directory: str | Path, graph: TrainingGraph) -> dict[str, np.ndarray]:
     """Parameters and optimizer state of a run, to continue it."""
-    from layoutopt.checkpoint import initial_values, load_safetensors
+    from layoutopt.checkpoint import load_safetensors
 
-    values = initial_values(graph, 0)
-    values.update(load_safetensors(graph, Path(directory) / _MODEL_FILE))
-    values.update(load_safetensors(graph, Path(directory) / _STATE_FILE, role="state"))
-    return values
+    loaded = load_safetensors(graph, Path(directory) / _MODEL_FILE)
+    loaded |= load_safetensors(graph, Path(directory) / _STATE_FILE, role="state")
+    return loaded

@@ -16,6 +16,7 @@ import numpy as np
 
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
+from layoutopt.optimizers import evaluation_values, step_values
 
 __all__ = ["IGNORE", "Dataset", "History", "Schedule", "Steppable", "evaluate", "fit"]
 
@@ -131,22 +132,21 @@ def fit(
     *,
     epochs: int,
     schedule: Schedule,
-    hyper: Callable[[int, float], Mapping[str, np.ndarray]],
     seed: int = 0,
     first_step: int = 0,
     last_step: int | None = None,
     history: History | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> History:
-    """Train for ``epochs`` passes; the order of samples depends on ``seed`` and the epoch alone.
+    """Train for ``epochs`` passes; the order of samples depends on ``seed`` and the epoch alone, what is dropped on
+    ``seed`` and the step.
 
     Args:
         executor: runs the plan's step.
         data: training samples.
         epochs: passes in all, counted from the start of training even when resuming.
         schedule: learning rate by step.
-        hyper: step and rate to the optimizer's scalar inputs.
-        seed: of the order.
+        seed: of the order, and of dropout.
         first_step: steps already taken (resuming): they are skipped, not repeated.
         last_step: stop after this step even within an epoch.
         history: to append to.
@@ -171,7 +171,7 @@ def fit(
                 continue
             if last_step is not None and step > last_step:
                 return record
-            executor.step({**batch, **hyper(step, schedule(step))})
+            executor.step({**batch, **step_values(executor.graph, step, schedule(step), seed)})
             loss = float(executor.read(loss_name))
             if not math.isfinite(loss):
                 raise LayoutOptError(f"the loss of step {step} is {loss}: lower --lr or check the data and checkpoint")
@@ -183,7 +183,7 @@ def fit(
 
 
 def evaluate(executor: Steppable, data: Dataset, logits: str | None = None) -> tuple[float, np.ndarray]:
-    """Accuracy and logits [n, classes] over ``data``, without updating anything.
+    """Accuracy and logits [n, classes] over ``data``, without updating or dropping anything.
 
     Args:
         executor: runs the forward pass.
@@ -198,9 +198,9 @@ def evaluate(executor: Steppable, data: Dataset, logits: str | None = None) -> t
         raise GraphError(f"graph {graph.name!r} has no output beside its loss to evaluate: hold nothing out")
     name = logits or graph.outputs[1]
     rows: list[np.ndarray] = []
+    scalars = evaluation_values(graph)
     for batch, real in data.batches(batch_size(graph, data.target)):
-        hyper = {t.name: np.ones((), np.float32) for t in graph.by_role("input") if t.name not in batch}
-        executor.forward({**batch, **hyper})
+        executor.forward({**batch, **scalars})
         rows.append(np.array(executor.read(name))[:real])
     scores = np.concatenate(rows)
     correct: Any = scores.argmax(1) == data.inputs[data.target]

@@ -34,6 +34,11 @@ class Net(nn.Module):
         return self.b(F.gelu(self.a(x)))
 
 
+class Dropping(Net):
+    def forward(self, x):
+        return self.b(F.dropout(F.gelu(self.a(x)), 0.3, self.training))
+
+
 class Fourier(nn.Module):
     def __init__(self):
         super().__init__()
@@ -51,6 +56,10 @@ def batch():
 
 def net():
     return Net(), batch(), loss
+
+
+def dropping():
+    return Dropping(), batch(), loss
 
 
 def fourier():

@@ -24,8 +24,10 @@ class Sketch:
         self.constants: dict[str, Any] = {}
         self.phase: Phase = "forward"
 
-    def tensor(self, name: str, shape: tuple[int, ...], role: Role, dtype: str = "float32", value: Any = None) -> str:
-        self.tensors[name] = Tensor(name, shape, dtype, role)
+    def tensor(
+        self, name: str, shape: tuple[int, ...], role: Role, dtype: str = "float32", value: Any = None, init: str = ""
+    ) -> str:
+        self.tensors[name] = Tensor(name, shape, dtype, role, init)
         if role == "constant":
             self.constants[name] = value
         return name

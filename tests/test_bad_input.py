@@ -56,7 +56,7 @@ def net() -> TrainingGraph:
     s = Sketch()
     s.tensor("x", (5, 6), "input")
     s.tensor("labels", (5,), "input", "int32")
-    s.tensor("w", (6, 3), "parameter")
+    s.tensor("w", (6, 3), "parameter", init="normal:0.1")
     s.op("contraction", [("x", ("reshape", (1, 5, 6))), ("w", ("reshape", (1, 6, 3)))], {"y": (1, 5, 3)})
     s.op("log_softmax", [("y", ("reshape", (5, 3)))], {"logits": (5, 3)})
     s.phase = "loss"

@@ -50,10 +50,45 @@ def test_initial_values_depend_on_seed_and_name_alone() -> None:
     assert (initial_values(same_rule, 3)["twin"] != first["body.w"]).any()
 
 
-@pytest.mark.parametrize("init", ["uniform:1", "normal:", "normal:wide", "constant"])
+def test_what_is_given_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = initial_values(graph(), 3)
+    rest = initial_values(graph(), 3, given={"body.w": None, "norm": None})
+    assert set(rest) == set(whole) - {"body.w", "norm"}
+    for name, value in rest.items():
+        np.testing.assert_array_equal(value, whole[name])
+
+    def drawn(*_: object) -> None:
+        raise AssertionError("a random number is drawn where nothing asks for one")
+
+    monkeypatch.setattr(np.random, "default_rng", drawn)
+    assert set(initial_values(graph(), 3, given={"body.w"})) == set(whole) - {"body.w"}
+
+
+def test_state_starts_at_zero_and_integers_stay_integers() -> None:
+    more = {
+        "count": Tensor("count", (2,), "int32", role="state", init="constant:3"),
+        "plain": Tensor("plain", (3,), role="state"),
+        "scale": Tensor("scale", (2,), role="parameter", init="constant:1e-05"),
+    }
+    values = initial_values(graph(**more))
+    assert values["count"].dtype == np.int32
+    assert values["count"].tolist() == [3, 3]
+    assert values["plain"].tolist() == [0, 0, 0]
+    assert values["scale"].tolist() == [np.float32(1e-5)] * 2
+
+
+@pytest.mark.parametrize("init", ["uniform", "uniform:1", "normal:", "normal:wide", "constant", "zeros:1"])
 def test_unknown_rules_are_refused(init: str) -> None:
-    with pytest.raises(GraphError, match="odd: "):
+    says = f"'odd' starts as '{init}': expected zeros, ones, constant:VALUE or normal:STD"
+    with pytest.raises(GraphError, match=says):
         initial_values(graph(odd=Tensor("odd", (2,), role="parameter", init=init)), 0)
+
+
+def test_a_parameter_without_a_rule_needs_a_value() -> None:
+    odd = graph(odd=Tensor("odd", (2,), role="parameter"))
+    with pytest.raises(GraphError, match=r"parameter 'odd' \[2\] has no starting value: give it one"):
+        initial_values(odd)
+    assert "odd" not in initial_values(odd, given={"odd"})
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kernels.runtime import devices
 from layoutopt import cli, finetune, graphfile, plan
 from layoutopt.cli import main
 from layoutopt.graph import TrainingGraph
-from tests.face import USER_MODULE, text_checkpoint, write_samples, write_text
+from tests.face import USER_MODULE, refused, text_checkpoint, write_samples, write_text
 
 GENERIC = ("--device-model", "generic-cpu")
 
@@ -58,15 +58,17 @@ def small_text(bert: TrainingGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """`train minilm` with the small BERT in MiniLM's place; the folder holds a checkpoint `start` and `data.txt`."""
     asked: list[tuple[object, ...]] = []
 
-    def capture(name: str, *, batch: int, seq: int, optimizer: str, labels: int) -> tuple[TrainingGraph, None]:
-        asked.append((name, batch, seq, labels))
+    def capture(
+        name: str, *, batch: int, seq: int, optimizer: str, labels: int, dropout: bool
+    ) -> tuple[TrainingGraph, None]:
+        asked.append((name, batch, seq, labels, dropout))
         return bert, None
 
     monkeypatch.setattr(finetune, "capture_model", capture)
     text_checkpoint(tmp_path / "start", bert)
     write_text(tmp_path / "data.txt")
     yield tmp_path
-    assert set(asked) <= {("minilm", 4, 12, 2)}
+    assert set(asked) <= {("minilm", 4, 12, 2, False)}
 
 
 def run(capsys, *arguments: object) -> str:
@@ -301,6 +303,26 @@ def test_train_learns_from_arrays(capsys, net: Path, tmp_path: Path, device_inde
     text = run(capsys, *common, "--device-model", model, "--strategy", "rtile", "--max-steps", 2)
     assert text.startswith("2 steps in ")
     assert "held-out accuracy" in text
+
+
+@pytest.mark.peer
+def test_train_with_dropout(capsys, net: Path, elsewhere: Path, tmp_path: Path, device_index: int) -> None:
+    """What is dropped hangs on --seed alone; a graph without dropout has none to leave on."""
+    (elsewhere / "usernet.py").write_text(USER_MODULE)
+    run(capsys, "capture", "usernet:dropping", "--dropout", "-o", "drop.graph")
+    run(capsys, "capture", "usernet:dropping", "-o", "plain.graph")
+    made, model = plan_on(elsewhere / "drop.graph", device_index, tmp_path)
+    samples = write_samples(tmp_path / "data.npz", 203)
+    options = ("--data", samples, "--device", device_index, "--lr", "0.05", "--epochs", 3)
+    first, again, other = (
+        as_json(capsys, "train", "drop.graph", *options, "--plan", made, "--dropout", "--seed", seed)
+        for seed in (1, 1, 2)
+    )
+    assert first["losses"] == again["losses"] != other["losses"]
+    assert first["accuracy"] == again["accuracy"] > 0.7
+    options = (*options, "--device-model", model, "--dropout")
+    sentence = refused(capsys, "train", "plain.graph", *options)
+    assert "has no dropout to leave on" in sentence
 
 
 @pytest.mark.peer

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kernels.reference import run
+from layoutopt.capture_random import NO_DROPOUT
 from layoutopt.expr import random_uniform
 from layoutopt.graph import TrainingGraph
-from layoutopt.optimizers import step_values
+from layoutopt.optimizers import Sgd, evaluation_values, step_values
 from layoutopt.passes import run_passes
 
 N = 1 << 18
@@ -129,3 +130,84 @@ def test_each_step_has_a_seed_of_its_own() -> None:
     seeds = [int(step_values(graph, step, seed=seed)["seed"]) for seed in (0, 1, -7, 2**40) for step in (1, 2, 3, 5000)]
     assert len(set(seeds)) == len(seeds)
     assert all(-(2**31) <= s < 2**31 for s in seeds)
+
+
+def classifier(dropout: bool) -> TrainingGraph:
+    """Two linear layers with dropout between, whose masked activations are an output too; momentum-free SGD."""
+    torch = pytest.importorskip("torch")
+    from torch import nn
+    from torch.nn import functional as F
+
+    from layoutopt.capture import capture
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.drop, self.b = nn.Linear(6, 37), nn.Dropout(0.4), nn.Linear(37, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.drop(torch.exp(self.a(x)))
+            return self.b(hidden), hidden
+
+    def loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits, hidden = module(batch["x"])
+        return F.cross_entropy(logits, batch["labels"]), {"logits": logits, "hidden": hidden}
+
+    torch.manual_seed(0)
+    batch = {"x": torch.zeros(5, 6), "labels": torch.zeros(5, dtype=torch.int64)}
+    return run_passes(capture(Net(), batch, loss=loss, optimizer=Sgd(momentum=0.0), dropout=dropout))[0]
+
+
+def test_a_device_drops_anew_each_step_and_not_at_all_in_evaluation(device_index: int) -> None:
+    """A few steps at a learning rate of 0 on one batch: all that changes is what is dropped."""
+    from kernels.execute import Executor
+    from kernels.runtime import Runtime, devices
+    from layoutopt.train import Dataset, Schedule, evaluate, fit
+    from tests.plans import naive_plan, row_major
+
+    runtime = Runtime(devices()[device_index])
+    x = np.random.default_rng(2).standard_normal((5, 6), np.float32)
+    data = Dataset({"x": x, "labels": np.arange(5, dtype=np.int32) % 3})
+
+    def executor(dropout: bool) -> Executor:
+        graph = classifier(dropout)
+        return Executor(runtime, graph, naive_plan(graph, runtime.limits, row_major), poison=True)
+
+    def steps(run: Executor, seed: int) -> list[tuple[float, bytes]]:
+        """Loss and mask of each of four steps."""
+        seen: list[tuple[float, bytes]] = []
+
+        def see(_: int, loss: float) -> None:
+            seen.append((loss, (run.read("hidden") != 0).tobytes()))
+
+        fit(run, data, epochs=4, schedule=Schedule(0.0, 4), seed=seed, on_step=see)
+        return seen
+
+    dropping, plain = executor(True), executor(False)
+    first = steps(dropping, 1)
+    assert len({loss for loss, _ in first}) == len({mask for _, mask in first}) == 4
+    assert steps(dropping, 1) == first, "one seed, one run"
+    assert not {mask for _, mask in steps(dropping, 2)} & {mask for _, mask in first}
+    kept = np.mean([np.frombuffer(mask, bool).mean() for _, mask in first])
+    assert abs(kept - 0.6) < 5 * np.sqrt(0.24 / (4 * 5 * 37))
+    np.testing.assert_allclose(evaluate(dropping, data)[1], evaluate(plain, data)[1], rtol=1e-5)
+    assert np.all(dropping.read("hidden") != 0)
+
+
+def test_the_seed_of_evaluation_drops_nothing() -> None:
+    graph, plain = classifier(True), classifier(False)
+    assert evaluation_values(graph)["seed"] == NO_DROPOUT
+    assert "seed" not in evaluation_values(plain)
+    values = {t.name: np.ones(t.shape) for t in plain.by_role("input", "parameter", "state")}
+    values["labels"] = np.zeros(5, np.int32)
+    got = run(graph, values | {"seed": np.array(NO_DROPOUT)})
+    expected = run(plain, values)
+    for output in plain.outputs:
+        np.testing.assert_allclose(got[output], expected[output], rtol=1e-12)
+    assert (run(graph, values | {"seed": np.array(0)})["hidden"] == 0).any()
+
+
+def test_everything_may_be_dropped() -> None:
+    graph, x = dropping(1.0)
+    values = {"a": np.ones(40), "input_0": x, "seed": np.array(3)}
+    assert not run(graph, values)["output"].any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.feed import Feed, cast, initial_values
+from kernels.feed import Feed, cast
 from layoutopt.errors import GraphError
 from layoutopt.graph import Op, Operand, Tensor, TrainingGraph
 from layoutopt.view import Step, View
@@ -91,21 +91,3 @@ def test_integer_arrays_are_no_floats() -> None:
     with pytest.raises(GraphError, match="has dtype int64; the graph expects float32"):
         cast(Tensor("x", (2,), role="input"), np.zeros(2, np.int64))
     assert cast(Tensor("x", (2,), role="input"), np.zeros(2)).dtype == np.float32
-
-
-def test_initial_values_depend_on_seed_and_name_alone() -> None:
-    a, b, c = (initial_values(text_graph(), seed)["table"] for seed in (0, 0, 1))
-    assert np.array_equal(a, b)
-    assert not np.array_equal(a, c)
-    assert 0.3 < a.std() < 0.7
-
-
-def test_a_constant_start_is_what_capture_writes_for_a_layer_scale() -> None:
-    graph = TrainingGraph("g", {"w": Tensor("w", (2,), role="parameter", init="constant:1e-05")}, [], ("w",))
-    assert initial_values(graph)["w"].tolist() == [np.float32(1e-5)] * 2
-
-
-def test_unknown_init_is_an_error() -> None:
-    graph = TrainingGraph("g", {"w": Tensor("w", (2,), role="parameter", init="uniform")}, [], ("w",))
-    with pytest.raises(GraphError, match="'w' starts as 'uniform': expected zeros, ones, constant:VALUE or normal:STD"):
-        initial_values(graph)

@@ -8,8 +8,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from layoutopt.capture_random import NO_DROPOUT
 from layoutopt.errors import GraphError, LayoutOptError
-from layoutopt.graph import TrainingGraph
+from layoutopt.graph import Tensor, TrainingGraph
 from layoutopt.train import IGNORE, Dataset, Schedule, batch_size, evaluate, fit
 from tests.graphs import Sketch
 
@@ -24,7 +25,8 @@ def graph(batch: int = 4) -> TrainingGraph:
     s.tensor("lr", (), "input")
     (logits,) = s.op("log_softmax", ["x"], {"logits": (batch, CLASSES)})
     s.op("nll_loss", [logits, "labels"], {"loss": (), "weight": ()}, ignore_index=IGNORE)
-    return s.graph("fake", "loss", "logits")
+    made = s.graph("fake", "loss", "logits")
+    return made.with_ops(made.ops, meta={"optimizer": {"name": "sgd", "momentum": 0.0}})
 
 
 class Fake:
@@ -60,15 +62,9 @@ def data(count: int, dtype: type = np.int32) -> Dataset:
 
 def run(executor: Fake, count: int = 10, epochs: int = 1, **more):
     seen: list[tuple[int, float]] = []
-    rates: list[tuple[int, float]] = []
-
-    def hyper(step: int, lr: float) -> dict[str, np.ndarray]:
-        rates.append((step, lr))
-        return {"lr": np.asarray(lr, np.float32)}
-
     settings = {"schedule": Schedule(0.5, 100), "on_step": lambda s, loss: seen.append((s, loss))} | more
-    history = fit(executor, data(count), epochs=epochs, hyper=hyper, **settings)
-    return history, seen, rates
+    history = fit(executor, data(count), epochs=epochs, **settings)
+    return history, seen, [round(float(fed["lr"]), 4) for fed in executor.fed]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 8, 10])
@@ -126,8 +122,7 @@ def test_stopping_within_an_epoch() -> None:
 def test_the_optimizer_is_told_step_and_rate() -> None:
     executor = Fake()
     _, _, rates = run(executor, 8, epochs=2, schedule=lambda step: step / 10)
-    assert rates == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4)]
-    assert [round(float(f["lr"]), 4) for f in executor.fed] == [0.1, 0.2, 0.3, 0.4]
+    assert rates == [0.1, 0.2, 0.3, 0.4]
 
 
 def test_constant_rate() -> None:
@@ -161,6 +156,22 @@ def test_evaluation_counts_real_samples_and_updates_nothing() -> None:
     np.testing.assert_array_equal(logits, x)
     assert executor.fed == []
     assert set(executor.forwarded[0]) == {"x", "labels", "lr"}
+
+
+def test_dropout_has_a_seed_for_every_step_and_is_off_in_evaluation() -> None:
+    def seeds(seed: int) -> list[int]:
+        executor = Fake()
+        tensors = executor.graph.tensors | {"seed": Tensor("seed", (), "int32", "input")}
+        executor.graph = executor.graph.with_ops(executor.graph.ops, tensors=tensors)
+        run(executor, 8, epochs=2, seed=seed)
+        assert [f["seed"].dtype for f in executor.fed] == [np.int32] * 4
+        evaluate(executor, data(4))
+        assert executor.forwarded[0]["seed"] == NO_DROPOUT
+        return [int(f["seed"]) for f in executor.fed]
+
+    assert len(set(seeds(3))) == 4
+    assert seeds(3) == seeds(3) != seeds(4)
+    assert NO_DROPOUT not in seeds(3)
 
 
 def test_evaluation_needs_an_output_beside_the_loss() -> None:
