@@ -8,6 +8,7 @@ Internally a kernel computes Z[b,r,c] = alpha · Σ_k X[b,r,k] · Y[b,k,c]:
   contiguous;
 - ``tile.n``, ``tile.m``: as dot, where Y lies in R-Tiles with k inside and so narrow (4 or 8) that a vector holds
   several columns of a tile: one load takes them all, X's few steps of k are repeated for each;
+- ``staged``: panels of both go through local memory (GPUs; see ``contraction_staged.py``);
 - ``any``: scalars, each by its own index expression, for whatever the others do not accept.
 
 The roles' axes are the kernel's ``views``, so nests and macros speak of (b, r, k), (b, k, c) and (b, r, c).
@@ -34,6 +35,7 @@ from kernels.families.contraction_code import (
     y_pieces,
 )
 from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
+from kernels.families.contraction_staged import build_staged, staged_variants
 from kernels.nest import Nest
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout
@@ -107,6 +109,8 @@ class Contraction:
             for mr, vectors in _TILE.get(widest, ()):
                 nr = vectors * widest // 4
                 add(name, rows, cols, {"mr": mr, "nr": nr, "v": widest}, nr)
+        if not cpu:
+            out += staged_variants(spec, limits)
         out.append(KernelVariant(self.name, "any", tuple({"mr": 4, "nr": 4, **group}.items())))
         return out
 
@@ -114,6 +118,8 @@ class Contraction:
         """The kernel, or None where the vectors' axis is not contiguous enough or an operand is an image."""
         if any(layout.is_image for layout in layouts):
             return None
+        if variant.name == "staged":
+            return build_staged(variant, spec, layouts)
         a, b, c = layouts
         mirrored = variant.name in ("outer.m", "tile.m") or (variant.name == "dot" and _along_m(c))
         views = (a.permute((0, 2, 1)), b.permute((0, 2, 1)), c.permute((0, 2, 1))) if mirrored else layouts

@@ -1,0 +1,220 @@
+"""Contraction staged through local memory, for GPUs: global loads in a layout's own order, compute in one order.
+
+A work group makes ``bm``×``bn`` of Z from panels of ``bk`` steps of k (see ``cl/contraction_staged.cl``). Each operand
+is loaded in vectors of 4 along the axis along which its layout is contiguous, by single elements where there is none,
+and laid down k-major; so one variant serves every layout, and layouts differ only in how many lines a panel touches.
+
+Where the output alone would not keep a device busy, k is split: ``q`` groups add up a range each and a second launch
+adds their sums, in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
+from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
+from layoutopt.layout import Layout
+
+__all__ = ["build_staged", "staged_variants"]
+
+# (bm, bn, bk, tm, tn): the group's block and the item's. Items: bm/tm × bn/tn, lanes in 4 × 8.
+_BLOCKS = (
+    (128, 128, 16, 8, 8),
+    (64, 128, 16, 8, 8),
+    (128, 64, 16, 8, 8),
+    (64, 64, 16, 8, 4),
+    (64, 64, 16, 4, 4),
+    (32, 64, 16, 4, 4),
+    (32, 32, 32, 4, 4),
+)
+_GROUPS_PER_UNIT = 2
+_LEAST_STEPS = 4
+"""Panels that a range of k must have to be worth a sum of its own."""
+
+_SUM_GROUP = (32, 4)
+
+
+def staged_variants(spec: OpSpec, limits: DeviceLimits) -> Iterator[KernelVariant]:
+    """Blocks that fit the shape and the device; k in one piece, or split so that every compute unit has work."""
+    batch, m, k = spec.shapes[0]
+    n = spec.shapes[1][2]
+    for bm, bn, bk, tm, tn in _BLOCKS:
+        items = bm // tm * (bn // tn)
+        local_bytes = 2 * bk * (bm + bn + 8) * 4
+        if items > limits.max_work_group_size or local_bytes > limits.local_mem_bytes:
+            continue
+        small = min(m, n), max(m, n)
+        if (bm > 32 and small[0] <= bm // 2) or (bn > 32 and small[1] <= bn // 2):
+            continue
+        groups = batch * -(-m // bm) * -(-n // bn)
+        splits = {1, _split(groups, -(-k // bk), limits.compute_units)}
+        for q in sorted(splits):
+            params = {"bm": bm, "bn": bn, "bk": bk, "tm": tm, "tn": tn, "q": q}
+            yield KernelVariant("contraction", "staged", tuple(params.items()))
+
+
+def _split(groups: int, panels: int, units: int) -> int:
+    """The power of two of ranges that brings the groups nearest to what keeps the device busy."""
+    q = 1
+    while groups * q * 2 <= _GROUPS_PER_UNIT * units and panels // (2 * q) >= _LEAST_STEPS:
+        q *= 2
+    return q
+
+
+def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
+    """The kernel: any buffer layouts are accepted; None where a range of k would be empty."""
+    a, b, c = layouts
+    mirrored = not c.vectorizes(2, 4) and c.vectorizes(1, 4)
+    views = (a.permute((0, 2, 1)), b.permute((0, 2, 1)), c.permute((0, 2, 1))) if mirrored else layouts
+    x, y = (1, 0) if mirrored else (0, 1)
+    p = dict(variant.params)
+    batch, rows, cols = views[2].shape
+    k, q = views[x].shape[2], p["q"]
+    panels = -(-k // p["bk"])
+    steps = -(-panels // q)
+    if (q - 1) * steps >= panels:
+        return None
+    x_load, y_load = _loader(views[x], 1, 2), _loader(views[y], 2, 1)
+    zw = 4 if views[2].vectorizes(2, 4) and cols % 4 == 0 else 1
+    target = 3 if q > 1 else 2
+    partial = Layout.row_major((q, batch, rows, -(-cols // 4) * 4))
+    items = p["bm"] // p["tm"] * (p["bn"] // p["tn"])
+    groups = -(-rows // p["bm"]), -(-cols // p["bn"])
+    nest = _staged_nest(
+        variant.params, (batch, *groups), steps, (x, *x_load), (y, *y_load), (target, 4 if q > 1 else zw)
+    )
+    defines: dict[str, str | int | float] = {
+        **{key.upper(): p[key] for key in ("bm", "bn", "bk", "tm", "tn")},
+        "ITEMS": items,
+        "SPLIT": q,
+        "KS": steps * p["bk"],
+        "RN": rows,
+        "CN": cols,
+        "KN": k,
+        "XW": x_load[0],
+        "X_ALONG_K": int(x_load[1] == 2),
+        "XL": p["bm"] * p["bk"] // (x_load[0] * items),
+        "YW": y_load[0],
+        "Y_ALONG_K": int(y_load[1] == 1),
+        "YL": p["bn"] * p["bk"] // (y_load[0] * items),
+        "ZW": zw,
+        "ALPHA": float(spec.attr("alpha", 1.0)),
+    }
+    main = Launch(
+        "contraction_staged.cl",
+        "contraction_staged",
+        (("X", x), ("Y", y), ("Z", target)),
+        nest,
+        (groups[1] * items, groups[0], batch * q),
+        (items, 1, 1),
+        tuple(defines.items()),
+    )
+    seen = views if mirrored else ()
+    if q == 1:
+        return Kernel(spec, variant, layouts, (main,), views=seen)
+    total = _sum_launch(q, (batch, rows, cols), zw, defines["ALPHA"])
+    return Kernel(spec, variant, layouts, (main, total), (Scratch("float32", partial),), views=seen)
+
+
+def _loader(layout: Layout, outer: int, along: int) -> tuple[int, int]:
+    """(vector width, axis along which lanes load) of a panel whose axes are ``outer`` and k = ``along``."""
+    for axis in (outer, along):
+        if layout.shape[axis] % 4 == 0 and layout.vectorizes(axis, 4):
+            return 4, axis
+    strides = {axis: modes[-1].stride if (modes := layout.axis_modes(axis)) else 0 for axis in (outer, along)}
+    return 1, along if 0 < strides[along] < strides[outer] else outer
+
+
+_B, _L = "b", "l"
+
+
+def _panel(load: tuple[int, int, int], outer: int, block: int, bk: int, items: int, group: str) -> list[Access]:
+    """An item's loads of one panel; ``load``: (operand, width, axis)."""
+    operand, width, axis = load
+    per = (bk if axis != outer else block) // width  # vectors along the lanes' axis; it divides the items or they it
+    out = []
+    for i in range(block * bk // (width * items)):
+        turn = i * items
+        along = Index(turn % per * width, (Term(_L, width, 1, min(per, items)),))
+        across = Index(turn // per, (Term(_L, 1, per),) if per < items else ())
+        position, step = (across, along) if axis != outer else (along, across)
+        position, step = position + var(group, block), step + var("k", bk)
+        coords = (position, step) if outer == 1 else (step, position)
+        out.append(at(operand, var(_B), *coords, width=width, axis=axis))
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _staged_nest(
+    params: tuple[tuple[str, int], ...],
+    grid: tuple[int, int, int],
+    steps: int,
+    x: tuple[int, int, int],
+    y: tuple[int, int, int],
+    store: tuple[int, int],
+) -> Nest:
+    p = dict(params)
+    bm, bn, bk, tm, tn, q = (p[key] for key in ("bm", "bn", "bk", "tm", "tn", "q"))
+    items, across = bm // tm * (bn // tn), bn // tn // 8
+    loads = _panel(x, 1, bm, bk, items, "r") + _panel(y, 2, bn, bk, items, "c")
+    if q > 1:
+        loads = [_shifted(a, 2 if a.operand == x[0] else 1, steps * bk) for a in loads]
+    row = Index(0, (Term("r", bm), Term(_L, 4, 8, 4), Term(_L, 16, 32 * across)))
+    col = Index(0, (Term("c", bn), Term(_L, 4, 1, 8), Term(_L, 32, 32, across)))
+    target, width = store
+    lead = (var("q"), var(_B)) if q > 1 else (var(_B),)
+    stores = [
+        at(
+            target,
+            *lead,
+            row + (i // 4 * (bm // tm * 4) + i % 4),
+            col + (j // 4 * (bn // tn * 4) + j % 4),
+            width=width,
+            axis=len(lead) + 1,
+            write=True,
+            depth=0,
+        )
+        for i in range(tm)
+        for j in range(0, tn, width)
+    ]
+    phase = Phase((Loop("k", steps),), (*loads, *stores), 2 * tm * tn * bk)
+    groups = (Loop(name, n, "group") for name, n in zip((_B, "q", "r", "c"), (grid[0], q, *grid[1:]), strict=True))
+    return Nest((*groups, Loop(_L, items, "item")), (phase,))
+
+
+def _shifted(access: Access, k_axis: int, per_range: int) -> Access:
+    """The access of range q of k."""
+    coords = list(access.index)
+    coords[k_axis] = coords[k_axis] + Index(0, (Term("q", per_range),))  # type: ignore[operator]
+    return at(access.operand, *coords, width=access.width, axis=access.axis)
+
+
+@lru_cache(maxsize=1024)
+def _sum_launch(q: int, shape: tuple[int, int, int], zw: int, alpha: float) -> Launch:
+    batch, rows, cols = shape
+    across, down = _SUM_GROUP
+    vectors = -(-cols // 4)
+    groups = -(-rows // down), -(-vectors // across)
+    row = Index(0, (Term("r", down), Term("ri")))
+    col = Index(0, (Term("c", 4 * across), Term("ci", 4)))
+    loads = [at(3, i, var(_B), row, col, width=4, axis=3) for i in range(q)]
+    stores = [at(2, var(_B), row, col + j, width=zw, axis=2, write=True) for j in range(0, 4, zw)]
+    grid = (
+        Loop(_B, batch, "group"),
+        Loop("r", groups[0], "group"),
+        Loop("c", groups[1], "group"),
+        Loop("ri", down, "item"),
+        Loop("ci", across, "item"),
+    )
+    defines = {"RN": rows, "CN": cols, "SPLIT": q, "ZW": zw, "ALPHA": alpha}
+    return Launch(
+        "contraction_sum.cl",
+        "contraction_sum",
+        (("P", 3), ("Z", 2)),
+        Nest(grid, (Phase((), (*loads, *stores), 4 * q),)),
+        (groups[1] * across, groups[0] * down, batch),
+        (across, down, 1),
+        tuple(defines.items()),
+    )
