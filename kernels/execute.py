@@ -14,7 +14,7 @@ import numpy as np
 
 from kernels.bind import BoundStep, bind, slot_name
 from kernels.feed import Feed, cast
-from kernels.pack import STORAGE_DTYPES, pack, unpack
+from kernels.pack import STORAGE_DTYPES, pack, poison_padding, unpack
 from kernels.runtime import Runtime
 from kernels.source import program_source
 from kernels.spec import DeviceLimits
@@ -42,7 +42,8 @@ class Executor:
         keep: further tensors that ``read`` must be able to give after a step.
         seed: of the random starting values.
         limits: what the plan must fit; the device's own by default.
-        poison: fill the arena with NaN bytes first, so that a kernel that reads what nobody wrote is seen.
+        poison: fill the arena, and the padding of everything uploaded, with NaN bytes, so that a kernel that reads what
+            nobody wrote is seen.
 
     Raises:
         GraphError: the plan is for another graph or damaged, a value is unknown or missing, or a kept tensor's memory
@@ -64,6 +65,7 @@ class Executor:
     ) -> None:
         self.runtime, self.graph, self.plan = runtime, graph, plan
         self.limits = limits or runtime.limits
+        self._poison = poison
         self._feed = Feed(graph)
         self._ops = {op.name: op for op in graph.ops}
         self._layouts = {name: tuple(doc.layout() for doc in docs) for name, docs in plan.layouts.items()}
@@ -235,6 +237,8 @@ class Executor:
     def _store(self, name: str, array: np.ndarray, *, wait: bool = True) -> Any:
         storage = self.graph.storage_of[name]
         packed = pack(self._layouts[storage][0], array, self.graph.tensors[name].dtype)
+        if self._poison:
+            poison_padding(self._layouts[storage][0], packed)
         return self.runtime.upload(self._buffers[slot_name(storage, 0)], packed, wait=wait)
 
     def write(self, name: str, array: np.ndarray) -> None:

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from layoutopt.errors import LayoutError
 from layoutopt.layout import Layout
 
-__all__ = ["STORAGE_DTYPES", "pack", "unpack"]
+__all__ = ["STORAGE_DTYPES", "pack", "poison_padding", "unpack"]
 
 STORAGE_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -61,6 +61,12 @@ def pack(layout: Layout, array: np.ndarray, dtype: str, out: np.ndarray | None =
         array = grown
     _digits(layout, storage)[...] = array.reshape(_extents(layout))
     return storage
+
+
+def poison_padding(layout: Layout, storage: np.ndarray) -> None:
+    """Fill what no logical element occupies with bytes of 0xFF (NaN, -1), in place: [size_elems] of any dtype."""
+    holds_data = pack(layout, np.ones(layout.shape, np.bool_), "bool").astype(np.bool_)
+    storage.view(np.uint8).reshape(storage.size, -1)[~holds_data] = 0xFF
 
 
 def unpack(layout: Layout, storage: np.ndarray, dtype: str) -> np.ndarray:

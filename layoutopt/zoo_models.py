@@ -490,7 +490,7 @@ ZOO: dict[str, Entry] = {
         _unet(
             6,
             14,
-            block_out_channels=(12, 20),
+            block_out_channels=(12, 12),  # equal, so that its many convolutions share kernels
             layers_per_block=1,
             norm_num_groups=4,
             attention_head_dim=2,

@@ -36,16 +36,16 @@ def r_tile(storage: Storage) -> Layout:
     return Layout.r_tile(storage.shape, 4, 4) if len(storage.shape) >= 2 else Layout.row_major(storage.shape)
 
 
-def mixed(seed: int) -> Callable[[Storage], Layout]:
+def mixed(seed: int, kinds: int = 2) -> Callable[[Storage], Layout]:
     """Row-major, permuted, or tiled in several ways, at random.
 
-    Storages of one shape and role get one of two layouts by their names, so that a model's blocks share most of their
-    kernels: compiling them is what such a test waits for.
+    Storages of one shape and role get one of ``kinds`` layouts by their names, so that a model's blocks share most of
+    their kernels: compiling them is what such a test waits for.
     """
 
     def choose(storage: Storage) -> Layout:
         shape = storage.shape
-        rng = random.Random(f"{seed} {shape} {storage.role} {zlib.crc32(storage.name.encode()) % 2}")
+        rng = random.Random(f"{seed} {shape} {storage.role} {zlib.crc32(storage.name.encode()) % kinds}")
         if len(shape) < 2:
             return Layout.row_major(shape)
         order = tuple(rng.sample(range(len(shape)), len(shape)))
@@ -109,7 +109,7 @@ class _Builder:
     def place(self, op: Op) -> None:
         storages = [self.graph.storage_of[o.tensor] for o in op.operands]
         spec = op_spec(self.graph, op)
-        for relaid in self.attempts(op, storages):
+        for relaid in self.attempts(op, spec, storages):
             stored = [
                 Layout.row_major(self.graph.storages[s].shape) if i in relaid else self.primary[s]
                 for i, s in enumerate(storages)
@@ -131,10 +131,10 @@ class _Builder:
             raise GraphError(f"no kernel accepts op {op.name} ({op.kind} {spec.shapes} {spec.dtypes}) from {shown}")
         raise _MakeRowMajor(written)
 
-    def attempts(self, op: Op, storages: list[str]) -> Iterator[frozenset[int]]:
-        """Which inputs to relay out: the wanted share of them, none, each, each pair, all."""
+    def attempts(self, op: Op, spec: OpSpec, storages: list[str]) -> Iterator[frozenset[int]]:
+        """Which inputs to relay out: the wanted share of them (the same for equal ops), none, each, each pair, all."""
         possible = self.relayable(op, storages)
-        rng = random.Random(op.name)
+        rng = random.Random(f"{spec.kind} {spec.shapes}")
         wanted = frozenset(i for i in possible if rng.random() < self.relayouts_share)
         subsets = [frozenset(c) for size in (0, 1, 2, len(possible)) for c in combinations(possible, size)]
         return iter(dict.fromkeys([wanted, *subsets]))

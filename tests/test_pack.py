@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels.pack import pack, unpack
+from kernels.pack import pack, poison_padding, unpack
 from layoutopt.errors import LayoutError
 from layoutopt.layout import Layout, Mode
 
@@ -37,6 +37,14 @@ def test_unpack_ignores_padding(layout: Layout) -> None:
     storage = np.full(layout.size_elems, np.nan, np.float32)
     storage[layout.linear_offsets()] = array
     assert np.array_equal(unpack(layout, storage, "float32"), array)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_poison_falls_on_padding_only(layout: Layout) -> None:
+    storage = pack(layout, np.zeros(layout.shape, np.float32), "float32")
+    poison_padding(layout, storage)
+    assert not np.isnan(storage[layout.linear_offsets()]).any()
+    assert np.isnan(storage).sum() == layout.size_elems - int(np.prod(layout.shape))
 
 
 @pytest.mark.parametrize("dtype", ["int32", "bool"])

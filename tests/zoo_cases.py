@@ -66,12 +66,32 @@ class Wide(TorchFunctionMode):
 
 def wide_step(module: nn.Module, batch: dict[str, torch.Tensor], loss: Any) -> tuple[float, dict[str, np.ndarray]]:
     """Loss and gradients by torch in float64; parameters that have none are left out."""
+    losses, gradients, _ = wide_steps(module, batch, loss, 1)
+    return losses[0], gradients
+
+
+def wide_steps(
+    module: nn.Module, batch: dict[str, torch.Tensor], loss: Any, steps: int, lr: float = 0.0, momentum: float = 0.0
+) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Steps of SGD on one batch by torch in float64: losses, the first step's gradients, and the parameters at the end.
+
+    Parameters that have no gradient are left out.
+    """
     peer = copy.deepcopy(module).double().train()
     wide = {k: t.double() if t.is_floating_point() else t for k, t in batch.items()}
-    with Wide():
-        value = loss(peer, wide)[0] if loss else peer(**wide).loss
-        value.backward()
-    return value.item(), {n: p.grad.numpy() for n, p in peer.named_parameters() if p.grad is not None}
+    optimizer = torch.optim.SGD(peer.parameters(), lr=lr, momentum=momentum)
+    losses: list[float] = []
+    gradients: dict[str, np.ndarray] = {}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with Wide():
+            value = loss(peer, wide)[0] if loss else peer(**wide).loss
+            value.backward()
+        losses.append(value.item())
+        trained = {n: p for n, p in peer.named_parameters() if p.grad is not None}
+        gradients = gradients or {n: p.grad.numpy().copy() for n, p in trained.items()}
+        optimizer.step()
+    return losses, gradients, {n: p.detach().numpy() for n, p in trained.items()}
 
 
 def values_of(graph: TrainingGraph, module: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
