@@ -21,11 +21,10 @@ __all__ = ["build_staged", "staged_variants"]
 
 # (bm, bn, bk, tm, tn): the group's block and the item's. Items: bm/tm × bn/tn, lanes in 4 × 8.
 _BLOCKS = (
-    (128, 128, 16, 8, 8),
+    (128, 128, 8, 8, 8),
     (64, 128, 16, 8, 8),
     (128, 64, 16, 8, 8),
     (64, 64, 16, 8, 4),
-    (64, 64, 16, 4, 4),
     (32, 64, 16, 4, 4),
     (32, 32, 32, 4, 4),
 )
