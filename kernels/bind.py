@@ -15,6 +15,7 @@ from layoutopt.errors import GraphError
 from layoutopt.graph import Expr, Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.plan import Plan
+from layoutopt.rewrites import planned_graph
 
 __all__ = ["BoundStep", "bind", "build_labelled", "relayout_spec", "slot_name", "viewed_layouts"]
 
@@ -74,6 +75,7 @@ def bind(graph: TrainingGraph, plan: Plan, limits: DeviceLimits) -> list[BoundSt
     Raises:
         GraphError: the plan names a layout no view exists for, or a variant that this build does not have.
     """
+    graph = planned_graph(plan, graph)
     ops: Mapping[str, Op] = {op.name: op for op in graph.ops}
     layouts = {name: tuple(doc.layout() for doc in docs) for name, docs in plan.layouts.items()}
     steps = []

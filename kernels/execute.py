@@ -22,6 +22,7 @@ from layoutopt.checkpoint import initial_values
 from layoutopt.errors import DeviceError, GraphError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import ArenaSlot, Plan
+from layoutopt.rewrites import planned_graph
 
 __all__ = ["Executor"]
 
@@ -63,6 +64,7 @@ class Executor:
         limits: DeviceLimits | None = None,
         poison: bool = False,
     ) -> None:
+        graph = planned_graph(plan, graph)
         self.runtime, self.graph, self.plan = runtime, graph, plan
         self.limits = limits or runtime.limits
         self._poison = poison
@@ -105,11 +107,6 @@ class Executor:
 
     def _check_plan(self) -> None:
         plan, graph = self.plan, self.graph
-        if plan.graph_hash != graph.hash:
-            raise GraphError(
-                f"the plan is for graph {plan.graph_name!r} ({plan.graph_hash[:12]}), "
-                f"not for {graph.name!r} ({graph.hash[:12]}): plan this graph with `layoutopt plan`"
-            )
         planned = [plan.ops[i].op for kind, i in plan.steps if kind == "op"]
         if planned != [op.name for op in graph.ops]:
             raise GraphError(f"the plan of {graph.name!r} does not run its {len(graph.ops)} ops in order: plan it anew")

@@ -21,6 +21,7 @@ from layoutopt.plan import (
 )
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment
+from layoutopt.rewrites import origin_of
 
 if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
@@ -54,12 +55,13 @@ def assemble(
         builder.add(o)
     arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
     enforce_budget(arena, memory_bytes, builder.step_names())
+    origin, rewrites = origin_of(graph)
     objective = assignment.cost_ns
     bound = assignment.bound_ns
     return Plan(
         PLAN_VERSION,
         graph.name,
-        graph.hash,
+        origin,
         costs.name,
         costs.hash,
         layouts,
@@ -80,6 +82,7 @@ def assemble(
             sum(len(node.candidates) for node in problem.storages),
             sum(len(op.choices) for op in problem.ops),
         ),
+        rewrites,
     )
 
 

@@ -12,7 +12,7 @@ from layoutopt.errors import DeviceError, GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.graphfile import decode, decode_meta, load
 from layoutopt.plan import Plan
-from layoutopt.plancheck import check_graph
+from layoutopt.rewrites import planned_graph
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
@@ -118,7 +118,7 @@ def check_serves(plan: Plan, what: str, graph: TrainingGraph, model: DeviceModel
     """
     from layoutopt import planner
 
-    check_graph(plan, graph)
+    graph = planned_graph(plan, graph)
     try:
         planner.validate(plan, graph, None, model.limits)
     except LayoutOptError as error:

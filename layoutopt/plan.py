@@ -30,7 +30,7 @@ __all__ = [
     "save",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class LayoutDoc(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class Plan(msgspec.Struct, frozen=True):
     """See the module docstring.
 
     ``layouts[storage][0]`` is the primary; ``ops`` are in execution order; ``steps`` interleaves indices: ``("op", i)``
-    and ``("relayout", j)``.
+    and ``("relayout", j)``. ``ops`` are those of the graph after ``rewrites`` (see :mod:`layoutopt.rewrites`).
     """
 
     version: int
@@ -132,6 +132,7 @@ class Plan(msgspec.Struct, frozen=True):
     arena_bytes: int
     arena: tuple[ArenaSlot, ...]
     solver: SolverReport
+    rewrites: tuple[str, ...] = ()
 
 
 class _Header(msgspec.Struct):

@@ -12,21 +12,9 @@ from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.memory import Buffer, Placed, find_overlap
 from layoutopt.plan import ArenaSlot, Plan
+from layoutopt.rewrites import planned_graph
 
-__all__ = ["check_graph", "check_plan"]
-
-
-def check_graph(plan: Plan, graph: TrainingGraph) -> None:
-    """Whether the plan was made for this graph.
-
-    Raises:
-        GraphError: it was made for another.
-    """
-    if plan.graph_hash != graph.hash:
-        raise GraphError(
-            f"the plan is for graph {plan.graph_name!r} ({plan.graph_hash[:12]}), not for {graph.name!r} "
-            f"({graph.hash[:12]}): plan this graph with `layoutopt plan`"
-        )
+__all__ = ["check_plan"]
 
 
 def check_plan(plan: Plan, graph: TrainingGraph) -> None:
@@ -36,7 +24,7 @@ def check_plan(plan: Plan, graph: TrainingGraph) -> None:
         GraphError: the plan is for another graph, or its layouts, steps or operands do not serve this one.
         LayoutOptError: the arena or the reported objective is wrong.
     """
-    check_graph(plan, graph)
+    graph = planned_graph(plan, graph)
     layouts = _check_layouts(plan, graph)
     ops = {op.name: op for op in graph.ops}
     if [p.op for p in plan.ops] != list(ops):

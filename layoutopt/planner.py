@@ -16,9 +16,10 @@ from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.plan import ItemCost, Plan
-from layoutopt.plancheck import check_graph, check_plan
+from layoutopt.plancheck import check_plan
 from layoutopt.pricing import Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
+from layoutopt.rewrites import alternatives, planned_graph
 from layoutopt.solve import solve
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def plan(
     *,
     tables: Tables | None = None,
     keep: Iterable[str] = (),
+    rewrites: Sequence[str] | None = None,
 ) -> Plan:
     """Choose every layout and kernel of a step, place it in memory, and validate the result.
 
@@ -77,6 +79,7 @@ def plan(
         progress: told what is going on.
         tables: from ``tabulate``, to plan one graph by several strategies without pricing it again.
         keep: further tensors that must stay readable after a step.
+        rewrites: of the graph (see ``layoutopt.rewrites``); None keeps those that are predicted to be fastest.
 
     Raises:
         InfeasibleError: no assignment, or it does not fit ``memory_bytes``.
@@ -84,18 +87,61 @@ def plan(
         LayoutOptError: the strategy is not known.
     """
     check_strategy(strategy)
-    if tables is None:
-        tables = tabulate(graph, costs, progress=progress)
+    kept = tuple(keep)
+    if tables is not None:
+        return _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, kept)
+    return _best(graph, costs, strategy, memory_bytes, time_limit_s, progress, kept, rewrites)[1]
+
+
+def _plan(
+    tables: Tables,
+    costs: Costs,
+    strategy: str,
+    memory_bytes: int | None,
+    time_limit_s: float,
+    progress: Progress | None,
+    keep: tuple[str, ...],
+) -> Plan:
     if progress:
         progress(f"solving ({strategy})", 0.9)
     assignment = assign(tables, strategy, time_limit_s)
     if progress:
         progress("placing and validating", 0.95)
     out = assemble(tables, costs, assignment, strategy, memory_bytes, keep)
-    validate(out, graph, costs)
+    validate(out, tables.graph, costs)
     if progress:
         progress("planned", 1.0)
     return out
+
+
+def _best(
+    graph: TrainingGraph,
+    costs: Costs,
+    strategy: str,
+    memory_bytes: int | None,
+    time_limit_s: float,
+    progress: Progress | None,
+    keep: tuple[str, ...],
+    rewrites: Sequence[str] | None,
+) -> tuple[Tables, Plan]:
+    """The plan of the rewritten graph that is predicted to be fastest, and the tables it came from.
+
+    Raises:
+        InfeasibleError: no rewritten graph has a plan; the first one's reason.
+    """
+    found: list[tuple[Tables, Plan]] = []
+    refused: list[InfeasibleError] = []
+    for candidate in alternatives(graph, rewrites):
+        if any(name not in candidate.tensors for name in keep):
+            candidate = graph  # what must stay readable is not to be fused away
+        tables = tabulate(candidate, costs, progress=progress)
+        try:
+            found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
+        except InfeasibleError as error:
+            refused.append(error)
+    if not found:
+        raise refused[0]
+    return min(found, key=lambda pair: pair[1].solver.objective_ns)
 
 
 def plan_all(
@@ -107,19 +153,19 @@ def plan_all(
     progress: Progress | None = None,
     *,
     keep: Iterable[str] = (),
+    rewrites: Sequence[str] | None = None,
 ) -> dict[str, Plan]:
-    """A plan per strategy, from one set of tables.
+    """A plan per strategy, from one set of tables: of the rewritten graph that serves the first strategy best.
 
     Raises:
         InfeasibleError, DeviceError, LayoutOptError: as ``plan``.
     """
     for name in names:
         check_strategy(name)
-    tables = tabulate(graph, costs, progress=progress)
     kept = tuple(keep)
-    return {
-        name: plan(graph, costs, name, memory_bytes, time_limit_s, progress, tables=tables, keep=kept) for name in names
-    }
+    tables, first = _best(graph, costs, names[0], memory_bytes, time_limit_s, progress, kept, rewrites)
+    rest = {name: _plan(tables, costs, name, memory_bytes, time_limit_s, progress, kept) for name in names[1:]}
+    return {names[0]: first, **rest}
 
 
 def check_strategy(strategy: str) -> None:
@@ -216,7 +262,7 @@ def validate(
         DeviceError: it is for another device or does not fit this one.
         LayoutOptError: its predicted costs are not what the device model predicts.
     """
-    check_graph(plan, graph)
+    graph = planned_graph(plan, graph)
     if costs is not None and plan.device_hash != costs.hash:
         raise DeviceError(
             f"the plan is for device model {plan.device_name!r} ({plan.device_hash[:12]}), not for {costs.name!r} "

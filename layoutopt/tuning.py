@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.graph import TrainingGraph
+from layoutopt.rewrites import alternatives
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
@@ -63,7 +64,7 @@ def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel) -> list[Kernel]
     from layoutopt import planner
 
     out: dict[str, Kernel] = {}
-    for graph in graphs:
+    for graph in [a for g in graphs for a in alternatives(g)]:
         costs = CostModel(model)
         tables = planner.tabulate(graph, costs)
         for strategy in STRATEGIES:

@@ -17,6 +17,7 @@ from kernels.nest import Data
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
+from layoutopt.rewrites import planned_graph
 from simulator.cache import Hierarchy, Level
 from simulator.trace import Walk, compile_launch, walk
 
@@ -130,6 +131,7 @@ def simulate(
     Returns:
         The report.
     """
+    graph = planned_graph(plan, graph)
     steps = bind(graph, plan, model.limits)
     hierarchy = hierarchy_of(model)
     state = hierarchy.state()

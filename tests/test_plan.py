@@ -71,7 +71,7 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         plans.load(tmp_path / "absent.json")
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\x00", b'{"version": 1}', b'{"version": "one"}'])
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b"\xff\x00", b'{"version": 2}', b'{"version": "one"}'])
 def test_damaged_file_is_named(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "bad.json").write_bytes(damage)
     with pytest.raises(LayoutOptError, match=r"bad\.json is no plan or is damaged"):

@@ -1,0 +1,109 @@
+"""Rewrites: other graphs that compute the same step, among which planning chooses.
+
+A captured graph says what is computed, op by op. A rewrite gives a graph with the same inputs, parameters, state and
+outputs whose ops are larger (a contraction with its bias and activation, attention as one op) or fewer. Files and
+hashes are always those of the graph as captured; a plan names the rewrites that it was made for, and whoever runs,
+checks or explains it applies them again (:func:`planned_graph`). Rewrites are deterministic.
+
+``ALWAYS`` are applied whenever they change something; of ``OPTIONAL``, planning tries with and without, and keeps what
+is predicted to be faster.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from layoutopt.errors import GraphError, LayoutOptError
+from layoutopt.graph import TrainingGraph
+from layoutopt.plan import Plan
+
+__all__ = ["ALWAYS", "OPTIONAL", "REWRITES", "Rewrite", "alternatives", "origin_of", "planned_graph", "rewritten"]
+
+Rewrite = Callable[[TrainingGraph], TrainingGraph]
+
+REWRITES: dict[str, Rewrite] = {}
+"""By name, in the order in which they are applied."""
+
+ALWAYS: tuple[str, ...] = ()
+OPTIONAL: tuple[str, ...] = ()
+
+_META = "rewritten"
+_KEPT = 32
+_cache: OrderedDict[tuple[str, tuple[str, ...]], TrainingGraph] = OrderedDict()
+
+
+def rewritten(graph: TrainingGraph, names: Iterable[str]) -> TrainingGraph:
+    """The graph after some rewrites, in their own order; itself where there are none.
+
+    Args:
+        graph: as captured, views folded.
+        names: of :data:`REWRITES`.
+
+    Raises:
+        LayoutOptError: there is no such rewrite.
+    """
+    wanted = set(names)
+    unknown = sorted(wanted - set(REWRITES))
+    if unknown:
+        raise LayoutOptError(
+            f"unknown rewrite {unknown[0]!r}: this layoutopt has {', '.join(REWRITES) or 'none'}; plan the graph anew"
+        )
+    ordered = tuple(name for name in REWRITES if name in wanted)
+    if not ordered:
+        return graph
+    key = graph.hash, ordered
+    if key not in _cache:
+        out = graph
+        for name in ordered:
+            out = REWRITES[name](out)
+        _cache[key] = out.with_ops(out.ops, meta={**graph.meta, _META: [graph.hash, list(ordered)]})
+        if len(_cache) > _KEPT:
+            _cache.popitem(last=False)
+    _cache.move_to_end(key)
+    return _cache[key]
+
+
+def origin_of(graph: TrainingGraph) -> tuple[str, tuple[str, ...]]:
+    """Hash of the graph as captured, and the rewrites that made this one of it."""
+    origin, names = graph.meta.get(_META, (graph.hash, ()))
+    return str(origin), tuple(names)
+
+
+def planned_graph(plan: Plan, graph: TrainingGraph) -> TrainingGraph:
+    """The graph whose ops a plan runs.
+
+    Args:
+        plan: made for ``graph``.
+        graph: as captured, or already rewritten as the plan says.
+
+    Raises:
+        GraphError: the plan is for another graph.
+    """
+    origin, names = origin_of(graph)
+    if plan.graph_hash != origin or (names and names != plan.rewrites):
+        raise GraphError(
+            f"the plan is for graph {plan.graph_name!r} ({plan.graph_hash[:12]}), not for {graph.name!r} "
+            f"({origin[:12]}): plan this graph with `layoutopt plan`"
+        )
+    return graph if names == plan.rewrites else rewritten(graph, plan.rewrites)
+
+
+def alternatives(graph: TrainingGraph, names: Sequence[str] | None = None) -> list[TrainingGraph]:
+    """The graphs to plan, of which the best is kept; a rewrite that changes nothing is left out.
+
+    Args:
+        graph: as captured, or rewritten (then it is the only one).
+        names: exactly these rewrites; None lets planning choose.
+    """
+    if origin_of(graph)[1]:
+        return [graph]
+    if names is not None:
+        return [rewritten(graph, names)]
+    always = [name for name in ALWAYS if rewritten(graph, [name]).ops != graph.ops]
+    base = rewritten(graph, always)
+    out = [base]
+    for name in OPTIONAL:
+        if rewritten(graph, [name]).ops != graph.ops:
+            out += [rewritten(graph, [*origin_of(g)[1], name]) for g in list(out)]
+    return out
