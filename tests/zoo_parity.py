@@ -1,8 +1,8 @@
 """Training steps of the zoo's models on a device, beside torch in float64: loss, every gradient, every update.
 
-Shared by ``tests/test_zoo_devices.py`` and ``benchmarks/parity.py``; needs torch and transformers, but neither pytest nor
-hypothesis. The reference is torch in float64, not in float32: torch's own rounding is as large as the device's, and a
-difference of the two would blame the device for both (:func:`torch_float32_error` says how large torch's is).
+Shared by ``tests/test_zoo_devices.py`` and ``benchmarks/parity.py``; needs torch and transformers, but neither pytest
+nor hypothesis. The reference is torch in float64, not in float32: torch's own rounding is as large as the device's, and
+a difference of the two would blame the device for both (:func:`torch_float32_error` says how large torch's is).
 
 Each model has its full-size code at reduced depth and sizes that are multiples of no tile. A run makes two steps of SGD
 with momentum in one arena that starts as NaN, padding included. The second loss depends on every update of the first,
@@ -11,7 +11,7 @@ and on nothing of the first step being left where the second does not expect it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,10 +25,22 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import Sgd, step_values
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
-from tests.plans import mixed, naive_plan, r_tile, row_major
+from tests.plans import any_of, mixed, naive_plan, r_tile, row_major
 from tests.zoo_cases import example, values_of, wide_steps
 
-__all__ = ["CASES", "MORE", "PLANS", "TOLERANCE", "Case", "Measured", "case", "measure", "plan_of", "torch_float32_error"]
+__all__ = [
+    "CASES",
+    "MORE",
+    "PLANS",
+    "TOLERANCE",
+    "Case",
+    "Measured",
+    "case",
+    "measure",
+    "plan_of",
+    "torch_float32_error",
+    "zero_in_theory",
+]
 
 TOLERANCE = 2e-4
 """Of ‖got − expected‖ / ‖expected‖, parameter by parameter."""
@@ -63,11 +75,16 @@ MORE = {
 }
 """Further ones, for a complete record."""
 
-PLANS: dict[str, Callable[[TrainingGraph, DeviceLimits], Plan]] = {
-    "row-major": lambda graph, limits: naive_plan(graph, limits, row_major, reuse=True),
-    "r-tile": lambda graph, limits: naive_plan(graph, limits, r_tile, reuse=True),
-    "mixed": lambda graph, limits: naive_plan(graph, limits, mixed(1, kinds=1), relayouts_share=0.2, reuse=True),
+Planner = Callable[[TrainingGraph, DeviceLimits, Iterable[str]], Plan]
+
+PLANS: dict[str, Planner] = {
+    "row-major": lambda graph, limits, keep: naive_plan(graph, limits, row_major, reuse=True, keep=keep),
+    "r-tile": lambda graph, limits, keep: naive_plan(graph, limits, r_tile, reuse=True, keep=keep),
+    "mixed": lambda graph, limits, keep: naive_plan(
+        graph, limits, mixed(1, kinds=1), any_of(1), relayouts_share=0.2, reuse=True, keep=keep
+    ),
 }
+"""From a graph, a device's limits and tensors to keep; ``mixed`` has layouts, kernels and relayouts at random."""
 
 
 @dataclass(frozen=True)
@@ -138,14 +155,14 @@ def case(label: str) -> Case:
 @lru_cache(maxsize=8)
 def plan_of(label: str, limits: DeviceLimits, which: str) -> Plan:
     """One of :data:`PLANS` for a case."""
-    return PLANS[which](case(label).graph, limits)
+    return PLANS[which](case(label).graph, limits, ())
 
 
 def zero_in_theory(expected: Case) -> Iterator[tuple[str, str]]:
     """Parameters whose gradient is zero in exact arithmetic, each with one to measure it by.
 
-    The bias of an attention's keys adds the same number to every score of a query, which softmax takes out again (unless
-    it is rotated first), so that any value is rounding. It is measured by the bias of the queries.
+    The bias of an attention's keys adds the same number to every score of a query, which softmax takes out again
+    (unless it is rotated first), so that any value is rounding. It is measured by the bias of the queries.
     """
     largest = max(float(np.linalg.norm(g)) for g in expected.gradients.values())
     for name, gradient in expected.gradients.items():
