@@ -6,7 +6,8 @@ torch (eager, float32, TF32 off, on its GPU where it has one) and the planned st
 and take the same batches by plain SGD with momentum. Printed by step: both losses, both norms of the whole gradient;
 after the first, the relative error ‖a − b‖/‖b‖ of every parameter's gradient (those whose norm is below a thousandth of
 the largest are measured against that). ``--graphs DIR`` takes NAME.graph from there instead of capturing here; the
-captures must keep their gradients. Times are the medians of the steps after the first.
+captures must keep their gradients. ``--plans DIR`` does the same for plans.
+Times are the medians of the steps after the first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,13 @@ import numpy as np
 import torch
 
 from layoutopt import graphfile, zoo
+from layoutopt import plan as plans
 from layoutopt.facade import solve_plan
 from layoutopt.graph import TrainingGraph
 from layoutopt.models import device_model, uncalibrated
 from layoutopt.optimizers import Sgd, step_values
 from layoutopt.passes import run_passes
+from layoutopt.plan import Plan
 from tests.zoo_cases import random_batch
 
 LR = 1e-3
@@ -68,7 +70,8 @@ def torch_run(
     where = "cuda" if torch.cuda.is_available() else "cpu"
     module = module.to(where).train()
     update = torch.optim.SGD(module.parameters(), lr=optimizer.lr, momentum=optimizer.momentum)
-    run, first = Run([], [], []), {}
+    run = Run([], [], [])
+    first: dict[str, np.ndarray] = {}
     for batch in batches:
         here = {k: v.to(where) for k, v in batch.items()}
         began = time.perf_counter()
@@ -90,19 +93,12 @@ def torch_run(
 
 def norm(array: np.ndarray) -> float:
     """In double precision."""
-    flat = array.reshape(-1)
-    return float(np.sqrt(sum(float(np.dot(part, part)) for part in _parts(flat))))
-
-
-def _parts(flat: np.ndarray) -> Iterator[np.ndarray]:
-    for begin in range(0, flat.size, 1 << 24):
-        yield flat[begin : begin + (1 << 24)].astype(np.float64)
+    return float(torch.linalg.vector_norm(torch.from_numpy(array), dtype=torch.float64))
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """‖a − b‖ in double precision."""
-    pairs = zip(_parts(a.reshape(-1)), _parts(b.reshape(-1)), strict=True)
-    return float(np.sqrt(sum(float(np.square(x - y).sum()) for x, y in pairs)))
+    """‖a − b‖; the norm in double precision."""
+    return float(torch.linalg.vector_norm(torch.from_numpy(a) - torch.from_numpy(b), dtype=torch.float64))
 
 
 def device_run(
@@ -134,6 +130,21 @@ def device_run(
     return run, errors
 
 
+def planned(graph: TrainingGraph, name: str, args: argparse.Namespace, runtime: Any) -> Plan:
+    """A plan made before, or one made now."""
+    file = args.plans / f"{name}.json" if args.plans else None
+    if file is not None and file.exists():
+        return plans.load(file)
+    if args.smoke:
+        model = uncalibrated(runtime)
+    else:
+        model = device_model(args.device_model, runtime, [graph], budget_s=args.calibration, announce=print)
+    plan = solve_plan(graph, model, strategy="greedy" if args.smoke else args.strategy)
+    if file is not None:
+        plans.save(plan, file)
+    return plan
+
+
 def compare(name: str, args: argparse.Namespace, runtime: Any) -> dict[str, Any]:
     """One model."""
     from kernels.execute import Executor
@@ -151,19 +162,17 @@ def compare(name: str, args: argparse.Namespace, runtime: Any) -> dict[str, Any]
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     prepared = time.perf_counter()
-    if args.smoke:
-        model = uncalibrated(runtime)
-    else:
-        model = device_model(args.device_model, runtime, [graph], budget_s=args.calibration, announce=print)
-    plan = solve_plan(graph, model, strategy="greedy" if args.smoke else args.strategy)
-    planned = time.perf_counter()
+    plan = planned(graph, name, args, runtime)
+    plan_ready = time.perf_counter()
     executor = Executor(runtime, graph, plan, start)
     ready = time.perf_counter()
     arrays = [{k: v.numpy() for k, v in b.items()} for b in batches]
     ours, errors = device_run(executor, arrays, first, seed=0)
     executor.close()
     worst = max(errors, key=lambda n: errors[n])
-    print(f"  torch {prepared - began:.0f} s, planning {planned - prepared:.0f} s, building {ready - planned:.0f} s")
+    print(
+        f"  torch {prepared - began:.0f} s, planning {plan_ready - prepared:.0f} s, building {ready - plan_ready:.0f} s"
+    )
     print(f"  plan {plan.solver.strategy} {plan.solver.status}, arena {plan.arena_bytes / 2**30:.2f} GiB")
     for i in range(args.steps):
         print(
@@ -198,6 +207,7 @@ def main() -> None:
     parser.add_argument("--device")
     parser.add_argument("--device-model")
     parser.add_argument("--graphs", type=Path)
+    parser.add_argument("--plans", type=Path, help="folder of NAME.json, made where absent")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--strategy", default="ilp")
     parser.add_argument("--calibration", type=float, default=60.0, help="seconds, where no device model is given")
@@ -211,7 +221,7 @@ def main() -> None:
     records = []
     for name in ["bert-tiny"] if args.smoke else args.models:
         record = compare(name, args, runtime)
-        if not np.allclose(*record["losses"], rtol=1e-3) or record["worst_gradient"][1] > 1e-2:
+        if not np.allclose(record["losses"][0], record["losses"][1], rtol=1e-3) or record["worst_gradient"][1] > 1e-2:
             print(f"  {name} DIFFERS from torch", flush=True)
         records.append(record)
         if args.json:
