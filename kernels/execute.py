@@ -333,12 +333,26 @@ class Executor:
         Returns:
             (op name or ``relayout:STORAGE#POSITION``, device nanoseconds of its launches) in the plan's order.
         """
+        times = self.launch_times(inputs)
+        return [
+            (step.label, sum(end - start for start, end in launched))
+            for step, launched in zip(self.steps, times, strict=True)
+        ]
+
+    def launch_times(self, inputs: Mapping[str, np.ndarray]) -> list[list[tuple[int, int]]]:
+        """Run one step as ``profile`` does.
+
+        Args:
+            inputs: as ``step``.
+
+        Returns:
+            (start, end) of each launch on the device's clock, in nanoseconds, by step of the plan.
+        """
         self._upload(inputs, None)
         self.runtime.finish()
         events = [[self.runtime.launch_timed(*call) for call in calls] for calls in self._step_calls]
         self.runtime.profiling_queue.finish()
-        times_ns = [sum(e.profile.end - e.profile.start for e in launched) for launched in events]
-        return [(step.label, time_ns) for step, time_ns in zip(self.steps, times_ns, strict=True)]
+        return [[(e.profile.start, e.profile.end) for e in launched] for launched in events]
 
     def finish(self) -> None:
         """Wait for every enqueued step."""
