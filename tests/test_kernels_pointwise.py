@@ -18,7 +18,7 @@ from kernels.testing import check_kernel
 from kernels.variants import kernels_for
 from layoutopt.expr import ARITY, random_uniform
 from layoutopt.graph import Expr
-from layoutopt.layout import Layout
+from layoutopt.layout import Layout, Mode
 from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec, touched
 
 IDENTITY = Expr((), (("x", 0),))
@@ -138,6 +138,18 @@ def test_heads_of_a_stored_matrix(device_index: int) -> None:
     )
 
 
+@pytest.mark.parametrize("dense", ["first", "second"])
+def test_an_outer_digit_that_lies_densest(device_index: int, dense: str) -> None:
+    """[12, 6 * 9] whose sixes are contiguous, beside rows that are padded, so that the axis cannot be cut for both."""
+    shape = (12, 54)
+    scattered = Layout.build(shape, [Mode(0, 3, 216), Mode(0, 4, 6), Mode(1, 6, 1), Mode(1, 9, 24)], (648,))
+    padded = Layout.tiled(shape, {1: 8})
+    layouts = [scattered, padded, padded] if dense == "first" else [padded, padded, scattered]
+    x, y = normal(*shape), normal(*shape, seed=1)
+    add = Expr((("add", ("x", 0), ("x", 1)),), (("t", 0),))
+    check_all(device_index, make_spec("pointwise", [x, y], [shape], {"expr": add}), layouts, [x, y])
+
+
 def test_scalars_and_no_inputs(device_index: int) -> None:
     scalar = np.asarray(np.float32(2.5))
     expr = Expr((("rsqrt", ("x", 0)), ("add", ("t", 0), ("c", 1))), (("t", 1),))
@@ -249,6 +261,15 @@ def test_random_programs(device_index: int, expr: Expr, data: st.DataObject) -> 
 # ---- host: domains, walks, nests -----------------------------------------------------------------------------------
 
 
+def digits_at_random(draw: st.DrawFn, shape: tuple[int, ...]) -> Layout:
+    """Every axis cut in two where that goes, and the pieces stored in any order: an outer piece may lie densest."""
+    pieces = [(n // 2, 2) if n % 2 == 0 and n > 2 else (n,) for n in shape]
+    cut = tuple(n for piece in pieces for n in piece)
+    layout = Layout.row_major(cut, tuple(draw(st.permutations(range(len(cut)))))).reshape(shape)
+    assert layout is not None
+    return layout
+
+
 @st.composite
 def operands(draw: st.DrawFn) -> tuple[list[Layout], int]:
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4)))
@@ -256,7 +277,7 @@ def operands(draw: st.DrawFn) -> tuple[list[Layout], int]:
     for _ in range(draw(st.integers(1, 3))):
         order = tuple(draw(st.permutations(range(len(shape)))))
         tiles = {a: draw(st.sampled_from([1, 2, 4])) for a in range(len(shape)) if draw(st.booleans())}
-        out.append(Layout.tiled(shape, tiles, order))
+        out.append(digits_at_random(draw, shape) if draw(st.booleans()) else Layout.tiled(shape, tiles, order))
         if draw(st.booleans()):
             small = tuple(1 if draw(st.booleans()) else n for n in shape)
             out.append(Layout.row_major(small).expand(shape))

@@ -132,6 +132,12 @@ def _digits(lead: Layout, exact: int) -> list[_Digit]:
 
 def _start(lead: Layout, width: int, exact: int) -> tuple[Walk, list[_Digit]] | None:
     digits = _digits(lead, exact)
+    # The innermost loop counts coordinates one by one: it takes an axis' innermost digit, even where another digit of
+    # that axis lies denser in storage (columns cut at places where some operand's padding forbids to cut the domain).
+    position = max(i for i, digit in enumerate(digits) if digit.weight == 1)
+    if width > 1 and position + 1 != len(digits):
+        return None
+    digits.append(digits.pop(position))
     inner = digits[-1]
     if width > 1 and (inner.stride != 1 or inner.extent < width or (not inner.outermost and inner.extent % width)):
         return None
