@@ -21,7 +21,8 @@ from typing import Any
 
 from layoutopt.expr import Builder, Ref, is_cheap, kind_of, renumber_inputs, used_inputs
 from layoutopt.graph import Expr, Op, Operand, TrainingGraph
-from layoutopt.pass_views import Notes, compose, overwrites, seen
+from layoutopt.op_editor import OpEditor
+from layoutopt.pass_views import Notes, compose, seen
 from layoutopt.view import View
 
 __all__ = ["fuse_pointwise", "fused"]
@@ -134,53 +135,11 @@ def fuse_pointwise(graph: TrainingGraph, notes: Notes | None = None) -> Training
     for at in range(len(graph.ops)):
         while fuser.join(at):
             pass
-    return graph.with_ops([op for op in fuser.ops if op is not None])
+    return graph.with_ops(fuser.left())
 
 
-class _Fuser:
-    """The ops by position, with who writes and reads what, kept up to date while ops disappear."""
-
-    def __init__(self, graph: TrainingGraph) -> None:
-        self.graph = graph
-        self.ops: list[Op | None] = list(graph.ops)
-        self.overwritten = overwrites(graph)
-        self.writer: dict[str, int] = {}
-        self.readers: dict[str, set[int]] = {name: set() for name in graph.tensors}
-        for at in range(len(self.ops)):
-            self._enter(at)
-
-    def _op(self, at: int) -> Op:
-        op = self.ops[at]
-        assert op is not None, f"the op at {at} was fused away"
-        return op
-
-    def _enter(self, at: int) -> None:
-        op = self._op(at)
-        for o in op.outputs:
-            self.writer[o.tensor] = at
-        for o in op.inputs:
-            self.readers[o.tensor].add(at)
-
-    def _leave(self, at: int) -> None:
-        op = self._op(at)
-        for o in op.outputs:
-            self.writer.pop(o.tensor, None)
-        for o in op.inputs:
-            self.readers[o.tensor].discard(at)
-
-    def _put(self, at: int, op: Op | None) -> None:
-        self._leave(at)
-        self.ops[at] = op
-        if op is not None:
-            self._enter(at)
-
-    def _size(self, tensor: str) -> int:
-        t = self.graph.tensors[tensor]
-        return t.size_elems * t.item_bytes
-
-    def _readable(self, op: Op, at: int) -> bool:
-        """Whether an op's inputs still hold their values at a position."""
-        return all(self.overwritten.get(o.tensor, at + 1) > at for o in op.inputs)
+class _Fuser(OpEditor):
+    """The three forms."""
 
     def _domain(self, op: Op) -> int:
         return prod(self.graph.operand_shape(op.operands[0]))
@@ -201,7 +160,9 @@ class _Fuser:
 
     def _free(self, op: Op) -> bool:
         """Whether an op makes much of next to nothing: a mask of counts, random numbers of a seed."""
-        return sum(self._size(o.tensor) for o in op.inputs) * 8 <= min(self._size(o.tensor) for o in op.outputs)
+        return sum(self.size_bytes(o.tensor) for o in op.inputs) * 8 <= min(
+            self.size_bytes(o.tensor) for o in op.outputs
+        )
 
     def absorb(self, at: int, only_free: bool = False) -> bool:
         """Take in one producer that nobody else needs; False where there is none.
@@ -211,13 +172,13 @@ class _Fuser:
             only_free: consider only producers that calculate from next to nothing, for consumers that do so too.
         """
         for source in self._producers(at):
-            consumer, producer = self._op(at), self._op(source)
+            consumer, producer = self.op(at), self.op(source)
             names = [o.tensor for o in producer.outputs]
             if only_free and not (self._free(producer) and len(consumer.inputs) == 1):
                 continue
             if producer.phase != consumer.phase or any(n in self.graph.outputs for n in names):
                 continue
-            if any(self.readers[n] != {at} for n in names) or not self._readable(producer, at):
+            if any(self.readers[n] != {at} for n in names) or not self.readable(producer, at):
                 continue
             grows = self._domain(consumer) > self._domain(producer)
             repeated = sum(o.tensor in names for o in consumer.inputs) > 1
@@ -227,8 +188,8 @@ class _Fuser:
                 continue
             new = fused(self.graph, producer, consumer, keep=False)
             if new is not None:
-                self._put(source, None)
-                self._put(at, new)
+                self.put(source, None)
+                self.put(at, new)
                 return True
         return False
 
@@ -244,10 +205,10 @@ class _Fuser:
         """Whether reading the producer's inputs as late as ``at`` keeps more bytes alive than its results were."""
         if at - source <= NEAR_OPS:
             return False
-        producer = self._op(source)
+        producer = self.op(source)
         inputs = {o.tensor for o in producer.inputs if o.tensor in self.writer}
-        longer = sum(self._size(n) for n in inputs if max(self.readers[n] - {source}, default=-1) < at)
-        return longer > sum(self._size(o.tensor) for o in producer.outputs)
+        longer = sum(self.size_bytes(n) for n in inputs if max(self.readers[n] - {source}, default=-1) < at)
+        return longer > sum(self.size_bytes(o.tensor) for o in producer.outputs)
 
     def dissolve(self, at: int) -> bool:
         """Do a cheap op again in each of its consumers; False where it must stay."""
@@ -261,16 +222,16 @@ class _Fuser:
             return False
         if name in self.graph.outputs or not 2 <= len(readers) <= (len(self.ops) if free else MOST_COPIES):
             return False
-        large = {o.tensor for o in op.inputs if 2 * self._size(o.tensor) > self._size(name)}
+        large = {o.tensor for o in op.inputs if 2 * self.size_bytes(o.tensor) > self.size_bytes(name)}
         computed = [n for n in large if n in self.writer]
-        if len(large) > 1 or sum(self._size(n) for n in computed) > self._size(name):
+        if len(large) > 1 or sum(self.size_bytes(n) for n in computed) > self.size_bytes(name):
             return False
         made = {}
         for reader in readers:
-            consumer = self._op(reader)
+            consumer = self.op(reader)
             if consumer.kind != "pointwise" or self._domain(consumer) > self._domain(op):
                 return False
-            if not self._readable(op, reader):
+            if not self.readable(op, reader):
                 return False
             if (consumer.phase == "update") != (op.phase == "update"):
                 return False
@@ -279,27 +240,27 @@ class _Fuser:
                 return False
             made[reader] = new
         for reader, new in made.items():
-            self._put(reader, new)
-        self._put(at, None)
+            self.put(reader, new)
+        self.put(at, None)
         return True
 
     def join(self, at: int) -> bool:
         """Make one op of this one and a near producer whose results others need too; False where none fits."""
         for source in self._producers(at):
-            consumer, producer = self._op(at), self._op(source)
+            consumer, producer = self.op(at), self.op(source)
             if producer.phase != consumer.phase or consumer.phase == "update" or consumer.inplace:
                 continue
             if at - source > NEAR_OPS or self._domain(consumer) != self._domain(producer):
                 continue
             others = {r for o in producer.outputs for r in self.readers[o.tensor]} - {at}
             early = all(self.writer.get(o.tensor, -1) <= source for o in consumer.inputs)
-            late = all(r > at for r in others) and self._readable(producer, at)
+            late = all(r > at for r in others) and self.readable(producer, at)
             if not early and not late:
                 continue
             new = fused(self.graph, producer, consumer, keep=True)
             if new is not None:
                 target, other = (source, at) if early else (at, source)
-                self._put(other, None)
-                self._put(target, new)
+                self.put(other, None)
+                self.put(target, new)
                 return True
         return False
