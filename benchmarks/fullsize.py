@@ -151,11 +151,12 @@ def compare(name: str, args: argparse.Namespace, runtime: Any) -> dict[str, Any]
 
     began = time.perf_counter()
     torch.manual_seed(0)
-    module, example, loss_of = zoo.build(name)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # a GPU draws billions of numbers at once
+        module, example, loss_of = zoo.build(name)
     optimizer = Sgd(lr=LR, momentum=momentum(module))
     graph = captured(name, args.graphs, optimizer)
     batches = [random_batch(example, module) for _ in range(args.steps)]
-    start = {n: p.detach().numpy().copy() for n, p in module.named_parameters()}
+    start = {n: p.detach().cpu().numpy().copy() for n, p in module.named_parameters()}
     print(f"{name}: {sum(v.size for v in start.values()) / 1e6:.1f} M parameters, {len(graph.ops)} ops", flush=True)
     theirs, first = torch_run(module, loss_of, batches, optimizer)
     del module
