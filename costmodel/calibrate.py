@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from costmodel.caches import caches_of
-from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut, Measurement, Probe
+from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut, Measurement
 from costmodel.features import FEATURES, features
 from costmodel.fit import fit, judge, samples_of
 from costmodel.microbench import probes
@@ -31,7 +31,7 @@ from layoutopt.graph import TrainingGraph
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-__all__ = ["BUDGET_S", "calibrate", "describe_held_out"]
+__all__ = ["BUDGET_S", "calibrate", "describe_held_out", "measured_facts"]
 
 BUDGET_S = 100.0
 HELD_OUT_SHARE = 0.2
@@ -102,7 +102,7 @@ def calibrate(
     tell("microbenchmarks")
     # Features of another version mean other things: its kernels are measured anew.
     known = dict(base.measurements) if base is not None and base.features == FEATURES else {}
-    model = base if base is not None else _facts(runtime, probes(runtime))
+    model = base if base is not None else measured_facts(runtime)
     model = replace(
         model,
         features=FEATURES,
@@ -255,8 +255,13 @@ def is_held_out(key: str, seed: int) -> bool:
     return random.Random(f"{seed} {key}").random() < HELD_OUT_SHARE
 
 
-def _facts(runtime: Runtime, found: dict[str, Probe]) -> DeviceModel:
-    device = runtime.info
+def measured_facts(runtime: Runtime) -> DeviceModel:
+    """A model of what microbenchmarks tell in a few seconds, bandwidths and peak rates; no kernel is measured.
+
+    Raises:
+        DeviceError: the device refuses a microbenchmark.
+    """
+    device, found = runtime.info, probes(runtime)
 
     def rate(name: str) -> Fact:
         return Fact(float(f"{found[name].per_s:.6g}"), f"measured: {found[name].what}", "high")

@@ -1,4 +1,4 @@
-"""The command line: ``layoutopt devices | capture | calibrate | plan | simulate | compare | train | demo``.
+"""The command line: ``layoutopt devices | capture | calibrate | plan | simulate | profile | compare | train | demo``.
 
 Every command takes ``--json`` for machines and prints tables and progress for people (progress on standard error). Bad
 input is one sentence on standard error and exit code 2.
@@ -269,6 +269,50 @@ def simulate(
         emit(as_json(report))
     else:
         print_report(report, top)
+
+
+@app.command()
+def profile(
+    target: Annotated[str, typer.Argument(metavar="PLAN|GRAPH", help="Plan file, or a graph to plan now.")],
+    device: Device = None,
+    device_model: Model = None,
+    graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if not beside it.")] = None,
+    strategy: Strategy = "ilp",
+    memory: Memory = None,
+    time_limit: TimeLimit = 60.0,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured steps, whole and launch by launch.")] = 7,
+    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 15,
+    trace: Annotated[Path | None, typer.Option("--trace", help="Perfetto trace (JSON) to write.")] = None,
+    json: Json = False,
+) -> None:
+    """Run a step on the device: time, bytes, FLOPs and share of the roofline of every kernel; what launches cost."""
+    from layoutopt.profiling import as_json, prepared, print_profile, profile
+    from layoutopt.tracefile import write_trace
+
+    if trace is not None:
+        check_target(trace)
+    with Progress("profiling", quiet=json) as bar:
+        executor, inputs, model = prepared(
+            target,
+            lambda: _runtime(device),
+            device_model,
+            graph=graph,
+            strategy=strategy,
+            memory=memory,
+            time_limit_s=time_limit,
+            announce=say,
+            progress=bar.fraction,
+        )
+        found = profile(executor, inputs, model, rounds=rounds, progress=bar.count)
+    executor.close()
+    if trace is not None:
+        write_trace(found, trace)
+    if json:
+        emit({"trace": str(trace) if trace else None, **as_json(found)})
+        return
+    print_profile(found, top)
+    if trace is not None:
+        out(f"wrote {trace}: open it at https://ui.perfetto.dev")
 
 
 @app.command()

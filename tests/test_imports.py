@@ -36,8 +36,10 @@ FACE = {
         "models",
         "planner",
         "pricing",
+        "profiling",
         "textclass",
         "textdata",
+        "tracefile",
         "train",
         "tuning",
     )

@@ -49,7 +49,7 @@ def test_command_lines_parse(line: str) -> None:
 def test_there_are_command_lines() -> None:
     lines = command_lines()
     assert len(lines) > 12
-    commands = ("devices", "capture", "calibrate", "plan", "simulate", "compare", "train", "demo")
+    commands = ("devices", "capture", "calibrate", "plan", "simulate", "profile", "compare", "train", "demo")
     assert {line.split()[1] for line in lines} >= set(commands)
 
 
