@@ -7,6 +7,7 @@ which ``fmax`` does not.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import isinf, isnan
 from typing import Any
 
@@ -30,6 +31,7 @@ Value = tuple[str, str]
 """Type ("f", "i", "b") and C expression."""
 
 
+@lru_cache(maxsize=1 << 12)
 def used_inputs(expr: Expr) -> tuple[int, ...]:
     """Positions of the inputs that a program reads, ascending."""
     refs = [r for _, *args in expr.code for r in args] + list(expr.results)

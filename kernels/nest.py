@@ -13,9 +13,9 @@ kernel guards it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["Access", "Data", "Index", "Loop", "Nest", "Phase", "Term", "at", "index", "var"]
 
@@ -96,10 +96,17 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """A whole launch: the grid's loops and each work item's phases."""
+    """A whole launch: the grid's loops and each work item's phases.
+
+    Attributes:
+        grid: loops over work groups and items.
+        phases: in order.
+        memo: what is worked out from the nest and worth keeping with it: its counts on a machine.
+    """
 
     grid: tuple[Loop, ...]
     phases: tuple[Phase, ...]
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     @property
     def groups(self) -> int:

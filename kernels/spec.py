@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from kernels.nest import Nest
@@ -67,9 +67,20 @@ class OpSpec:
     attrs: tuple[tuple[str, Any], ...] = ()
     inplace: tuple[tuple[int, int], ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The hash of text differs from process to process: what is remembered stays here.
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.kind, self.shapes, self.dtypes, self.inputs, self.attrs, self.inplace))
+
     def attr(self, key: str, default: Any = None) -> Any:
         """The value of an attribute."""
-        return dict(self.attrs).get(key, default)
+        return next((value for name, value in self.attrs if name == key), default)
 
     @property
     def expr(self) -> Expr:
@@ -98,11 +109,21 @@ class KernelVariant:
     name: str
     params: tuple[tuple[str, int], ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.family, self.name, self.params))
+
     def param(self, key: str) -> int:
         """The value of a parameter."""
         return dict(self.params)[key]
 
-    @property
+    @cached_property
     def label(self) -> str:
         """``contraction.outer(mr=8,nv=2,v=16)``: unique, and what plans and device models store."""
         args = ",".join(f"{k}={v}" for k, v in self.params)

@@ -40,7 +40,7 @@ pairs, restricted so that every view is decidable (docs/layouts.md explains the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import gcd, prod
 
 import numpy as np
@@ -93,6 +93,19 @@ class Layout:
     modes: tuple[Mode, ...]
     size: tuple[int, ...]
     base: tuple[int, ...]
+
+    # Planning looks layouts up by the million: what it asks again and again is worked out once for each.
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, self.modes, self.size, self.base))
+
+    @cached_property
+    def _by_axis(self) -> tuple[tuple[Mode, ...], ...]:
+        return tuple(tuple(m for m in self.modes if m.axis == axis) for axis in range(len(self.shape)))
 
     # ---- constructors -------------------------------------------------------------------------------------------
 
@@ -147,24 +160,7 @@ class Layout:
         >>> Layout.of((6, 8), [(0, None), (1, None)]) == Layout.row_major((6, 8))
         True
         """
-        fixed = [1] * len(shape)
-        rests = [axis for dim in dims for axis, extent in dim if extent is None]
-        for axis, extent in (digit for dim in dims for digit in dim):
-            if not 0 <= axis < len(shape) or (extent is not None and extent < 1) or rests.count(axis) > 1:
-                allowed = f"an axis in 0..{len(shape) - 1}, an extent >= 1 and at most one None an axis"
-                raise LayoutError(f"digit {(axis, extent)} over shape {shape}: expected {allowed}")
-            fixed[axis] *= extent or 1
-        modes: list[Mode] = []
-        sizes = []
-        for d, digits in enumerate(dims):
-            stride, placed = 1, []
-            for axis, extent in reversed(digits):
-                n = extent if extent is not None else -(-shape[axis] // fixed[axis])
-                placed.append(Mode(axis, n, stride, d))
-                stride *= n
-            modes += reversed(placed)
-            sizes.append(stride)
-        return Layout.build(shape, modes, tuple(sizes))
+        return _compact(tuple(shape), tuple(tuple(digits) for digits in dims))
 
     @staticmethod
     def row_major(
@@ -268,19 +264,19 @@ class Layout:
 
     def axis_modes(self, axis: int) -> tuple[Mode, ...]:
         """The modes of one axis, outermost first (empty for an axis of one value)."""
-        return tuple(m for m in self.modes if m.axis == axis)
+        return self._by_axis[axis]
 
     def _digits(self, axis: int) -> list[radix.Digit]:
         return [(m.extent, m.stride, m.dim) for m in self.axis_modes(axis)]
 
     def padded(self, axis: int) -> int:
         """The extent of an axis with its padding."""
-        return max(prod(m.extent for m in self.axis_modes(axis)), 1)
+        return self.padded_shape[axis]
 
-    @property
+    @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Extents with padding."""
-        return tuple(self.padded(axis) for axis in range(self.rank))
+        return tuple(max(prod(m.extent for m in modes), 1) for modes in self._by_axis)
 
     def offsets(self, padded: bool = False) -> np.ndarray:
         """Storage coordinates of every element, by numpy.
@@ -368,24 +364,13 @@ class Layout:
         Offsets are those of ``linear_offsets``. With ``vectorizes(axis, w)`` and w dividing the alignment, every vector
         of w from a multiple of w is aligned. In an image only the lane counts: whole texels are always aligned.
         """
-        value = gcd(16, self.base[-1], LANES if self.is_image else 0)
-        own = self.axis_modes(axis)
-        last_dim = len(self.size) - 1
-        for mode in self.modes:
-            within_run = own and mode == own[-1] and mode.stride == 1
-            if mode.dim == last_dim and not within_run:
-                value = gcd(value, mode.stride)
-        return value
+        return _alignment(self, axis)
 
     # ---- views: the same storage under new logical axes -----------------------------------------------------------
 
     def permute(self, order: tuple[int, ...]) -> Layout:
         """The layout of ``x.transpose(order)``; always exists."""
-        if sorted(order) != list(range(self.rank)):
-            raise LayoutError(f"permute {order} is not a permutation of the {self.rank} axes of {self.shape}")
-        position = {axis: i for i, axis in enumerate(order)}
-        modes = [replace(m, axis=position[m.axis]) for m in self.modes]
-        return Layout.build(tuple(self.shape[a] for a in order), modes, self.size, self.base)
+        return _permute(self, tuple(order))
 
     def expand(self, shape: tuple[int, ...]) -> Layout:
         """The layout of ``broadcast_to(x, shape)``: new and unit axes get stride 0 (numpy's alignment to the right)."""
@@ -475,6 +460,49 @@ def _digit(name: str, inner: int, extent: int | None, scale: int) -> str:
     if extent is not None:
         text = f"({text}&{extent - 1})" if extent & (extent - 1) == 0 else f"({text}%{extent})"
     return text if scale == 1 else f"{text}*{scale}"
+
+
+@lru_cache(maxsize=65536)
+def _compact(shape: tuple[int, ...], dims: tuple[tuple[tuple[int, int | None], ...], ...]) -> Layout:
+    fixed = [1] * len(shape)
+    rests = [axis for dim in dims for axis, extent in dim if extent is None]
+    for axis, extent in (digit for dim in dims for digit in dim):
+        if not 0 <= axis < len(shape) or (extent is not None and extent < 1) or rests.count(axis) > 1:
+            allowed = f"an axis in 0..{len(shape) - 1}, an extent >= 1 and at most one None an axis"
+            raise LayoutError(f"digit {(axis, extent)} over shape {shape}: expected {allowed}")
+        fixed[axis] *= extent or 1
+    modes: list[Mode] = []
+    sizes = []
+    for d, digits in enumerate(dims):
+        stride, placed = 1, []
+        for axis, extent in reversed(digits):
+            n = extent if extent is not None else -(-shape[axis] // fixed[axis])
+            placed.append(Mode(axis, n, stride, d))
+            stride *= n
+        modes += reversed(placed)
+        sizes.append(stride)
+    return Layout.build(shape, modes, tuple(sizes))
+
+
+@lru_cache(maxsize=65536)
+def _permute(layout: Layout, order: tuple[int, ...]) -> Layout:
+    if sorted(order) != list(range(layout.rank)):
+        raise LayoutError(f"permute {order} is not a permutation of the {layout.rank} axes of {layout.shape}")
+    # Digits of an axis stay as they were, so that the result is canonical as it is.
+    modes = tuple(Mode(i, m.extent, m.stride, m.dim) for i, axis in enumerate(order) for m in layout.axis_modes(axis))
+    return Layout(tuple(layout.shape[a] for a in order), modes, layout.size, layout.base)
+
+
+@lru_cache(maxsize=65536)
+def _alignment(layout: Layout, axis: int) -> int:
+    value = gcd(16, layout.base[-1], LANES if layout.is_image else 0)
+    own = layout.axis_modes(axis)
+    last_dim = len(layout.size) - 1
+    for mode in layout.modes:
+        within_run = own and mode == own[-1] and mode.stride == 1
+        if mode.dim == last_dim and not within_run:
+            value = gcd(value, mode.stride)
+    return value
 
 
 @lru_cache(maxsize=65536)

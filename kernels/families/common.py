@@ -93,6 +93,11 @@ def simplify(layouts: Sequence[Layout], lead: int) -> tuple[Layout, ...] | None:
     Returns:
         The layouts over the new domain (at least one axis), or None where it has more axes than macros can name.
     """
+    return _simplified(tuple(layouts), lead)
+
+
+@lru_cache(maxsize=1 << 14)
+def _simplified(layouts: tuple[Layout, ...], lead: int) -> tuple[Layout, ...] | None:
     views = list(layouts)
     for candidate in (_cut_tiles(views), views):
         merged = _merge(_ordered(candidate, lead))
@@ -102,24 +107,38 @@ def simplify(layouts: Sequence[Layout], lead: int) -> tuple[Layout, ...] | None:
 
 
 def _reshaped(views: Sequence[Layout], shape: tuple[int, ...]) -> list[Layout] | None:
-    out = [view.reshape(shape) for view in views]
-    return None if any(x is None for x in out) else [x for x in out if x is not None]
+    out = []
+    for view in views:
+        seen = view.reshape(shape)
+        if seen is None:
+            return None
+        out.append(seen)
+    return out
+
+
+@lru_cache(maxsize=1 << 14)
+def _tile_borders(view: Layout) -> tuple[tuple[int, ...], ...]:
+    """Per axis, the extents of its tiles, smallest first."""
+    out = []
+    for axis in range(view.rank):
+        inner, cuts = 1, []
+        for mode in reversed(view.axis_modes(axis)[1:]):
+            inner *= mode.extent
+            cuts.append(inner)
+        out.append(tuple(cuts))
+    return tuple(out)
 
 
 def _cut_tiles(views: list[Layout]) -> list[Layout]:
     shape: list[int] = []
+    borders = [_tile_borders(view) for view in views]
     for axis, n in enumerate(views[0].shape):
-        cuts = set()
-        for view in views:
-            inner = 1
-            for mode in reversed(view.axis_modes(axis)[1:]):
-                inner *= mode.extent
-                cuts.add(inner)
+        cuts = {cut for view in borders for cut in view[axis]}
         chain = [n]
         for cut in sorted(cuts, reverse=True):
             if chain[-1] % cut == 0:
                 chain.append(cut)
-        padded = any(view.padded(axis) != n for view in views)
+        padded = len(chain) > 1 and any(view.padded(axis) != n for view in views)
         shape += [n] if padded else [a // b for a, b in zip(chain, [*chain[1:], 1], strict=True)]
     return _reshaped(views, tuple(shape)) or views
 
@@ -130,23 +149,35 @@ def _ordered(views: list[Layout], lead: int) -> list[Layout]:
     slim = _reshaped(views, kept)
     if slim is None:
         slim = views
-    rank = slim[0].rank
-
-    def stride(axis: int) -> int:
-        modes = slim[lead].axis_modes(axis)
-        return modes[-1].stride if modes else 0
-
-    order = tuple(sorted(range(rank), key=lambda axis: -stride(axis)))
+    order = _falling(slim[lead])
     return [view.permute(order) for view in slim]
+
+
+@lru_cache(maxsize=1 << 14)
+def _falling(layout: Layout) -> tuple[int, ...]:
+    """Axes by their innermost strides, largest first."""
+    strides = [modes[-1].stride if (modes := layout.axis_modes(axis)) else 0 for axis in range(layout.rank)]
+    return tuple(sorted(range(layout.rank), key=lambda axis: -strides[axis]))
 
 
 def _merge(views: list[Layout]) -> list[Layout]:
     axis = 0
     while axis + 1 < views[0].rank:
-        shape = views[0].shape
-        joined = _reshaped(views, (*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]))
-        if joined is not None and all(len(view.axis_modes(axis)) <= 1 for view in joined):
-            views = joined
+        joined = []
+        for view in views:
+            one = _joined(view, axis)
+            if one is None:
+                axis += 1
+                break
+            joined.append(one)
         else:
-            axis += 1
+            views = joined
     return views
+
+
+@lru_cache(maxsize=1 << 15)
+def _joined(view: Layout, axis: int) -> Layout | None:
+    """An axis merged with the next, where the two count as one digit."""
+    shape = view.shape
+    joined = view.reshape((*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]))
+    return joined if joined is not None and len(joined.axis_modes(axis)) <= 1 else None

@@ -5,6 +5,7 @@ One launch per part and per gap: each is a walk over that part of the output, in
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from kernels.families.common import any_image
@@ -44,6 +45,7 @@ def widest_walk(variant: KernelVariant, lead: Layout, exact: int = -1, start: in
         width //= 2
 
 
+@lru_cache(maxsize=1 << 12)
 def fill_launch(
     variant: KernelVariant, lead: Layout, name: str, position: int, dtype: str, start: int | None = None
 ) -> Launch:
@@ -85,7 +87,8 @@ class Concat:
             if position < 0:
                 break
             covered = start + spec.shapes[position][1]
-            launch, used = self._copy(variant, spec, layouts, position, start)
+            lead = self._lead(layouts[output], start, covered)
+            launch, used = _copy(variant, lead, position, output, start)
             launches.append(launch)
             widths.append(used)
         if width > 1 and width not in widths:
@@ -100,23 +103,21 @@ class Concat:
             return Layout.row_major((outer, stop - start, inner))
         return part
 
-    def _copy(
-        self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...], position: int, start: int
-    ) -> tuple[Launch, int]:
-        output = spec.inputs
-        lead = self._lead(layouts[output], start, start + spec.shapes[position][1])
-        walk = widest_walk(variant, lead, 1, start)
-        shift = [0, start, 0]
 
-        def step(width: int, coords: list[str]) -> str:
-            source = ",".join(coords)
-            target = f"{coords[0]},{coords[1]}+{start},{coords[2]}"
-            if width == 1:
-                return f"Y_AT({target}) = X_AT({source});"
-            return f"Y_STORE{width}(X_LOAD{width}({source}),{target});"
+@lru_cache(maxsize=1 << 12)
+def _copy(variant: KernelVariant, lead: Layout, position: int, output: int, start: int) -> tuple[Launch, int]:
+    """Operand ``position`` into the output from ``start`` on, walked as that part of the output lies; its width."""
+    walk = widest_walk(variant, lead, 1, start)
 
-        accesses = [*walk.accesses(position, False), *walk.accesses(output, True, shift)]
-        return walk_launch(walk, [("X", position), ("Y", output)], accesses, 0, step), walk.width
+    def step(width: int, coords: list[str]) -> str:
+        source = ",".join(coords)
+        target = f"{coords[0]},{coords[1]}+{start},{coords[2]}"
+        if width == 1:
+            return f"Y_AT({target}) = X_AT({source});"
+        return f"Y_STORE{width}(X_LOAD{width}({source}),{target});"
+
+    accesses = [*walk.accesses(position, False), *walk.accesses(output, True, [0, start, 0])]
+    return walk_launch(walk, [("X", position), ("Y", output)], accesses, 0, step), walk.width
 
 
 class Iota:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from layoutopt.layout import Layout
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
 ]
 
 
+@lru_cache(maxsize=1 << 13)
 def piece_width(layout: Layout, axis: int, v: int) -> int:
     """Widest power of two up to ``v`` whose vectors along ``axis`` are contiguous."""
     width = v
@@ -25,6 +28,7 @@ def piece_width(layout: Layout, axis: int, v: int) -> int:
     return width
 
 
+@lru_cache(maxsize=1 << 13)
 def axis_offset(layout: Layout, axis: int, i: int) -> int:
     """Elements from coordinate 0 to ``i`` along an axis of a buffer."""
     offset, modes = 0, layout.axis_modes(axis)
@@ -46,6 +50,7 @@ def _join(v: int, parts: list[str]) -> str:
     return parts[0] if len(parts) == 1 else f"(float{v})({','.join(parts)})"
 
 
+@lru_cache(maxsize=1 << 13)
 def compose_load(
     name: str, layout: Layout, vectors: int, v: int, u: int, constant: bool, axis: int = 2, repeat: int = 1
 ) -> str:
@@ -68,6 +73,7 @@ def compose_load(
     return f"#define {name}(o) {''.join(vectors_text)}"
 
 
+@lru_cache(maxsize=1 << 13)
 def y_pieces(y: Layout, v: int) -> int:
     """Width of the pieces that Y's vectors along its axis 2 are read in.
 
@@ -79,6 +85,7 @@ def y_pieces(y: Layout, v: int) -> int:
     return width
 
 
+@lru_cache(maxsize=1 << 13)
 def y_edge(y: Layout, vectors: int, v: int, u: int) -> str:
     """``LOAD_Y_EDGE(o)``: as LOAD_Y, but the pieces lie wherever ``yo`` says, aligned or not."""
     aligned = len(y.axis_modes(2)) > 1 or y.shape[2] % u == 0
@@ -90,6 +97,7 @@ def y_edge(y: Layout, vectors: int, v: int, u: int) -> str:
     return f"#define LOAD_Y_EDGE(o) {''.join(text)}"
 
 
+@lru_cache(maxsize=1 << 13)
 def load_x(x: Layout, axis: int, width: int) -> str:
     """``LOAD_X(x,i,o)``: vector load ``i`` of ``MR`` that fill ``x[r][step]`` for ``width`` steps from offset ``o``.
 
@@ -107,6 +115,7 @@ def load_x(x: Layout, axis: int, width: int) -> str:
     return f"#define LOAD_X(x,i,o) do{{if(edge){{{single}}}else{{const float{width} x_={load};{lanes}}}}}while(0)"
 
 
+@lru_cache(maxsize=1 << 13)
 def compose_store(z: Layout, v: int, u: int) -> str:
     """``STORE_Z(v,b,r,c)``: a vector along c, stored in pieces of ``u``."""
     aligned = z.alignment(2) % u == 0

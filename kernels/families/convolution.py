@@ -14,6 +14,7 @@ the others do not accept.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import gcd
 
 from kernels.families.common import any_image
@@ -225,14 +226,10 @@ class _Product:
         a, b, c = views
         if a is None or b is None or c is None:
             return False
-        (g, m, k), n = a.shape, b.shape[2]
-        kernel = CONTRACTION.build(self.inner, _contraction(g, m, k, n), (a, b, c))
-        if kernel is None:
+        launch = _product_launch(self.inner, (a, b, c), positions)
+        if launch is None:
             return False
-        (launch,) = kernel.launches
-        operands = tuple((name, positions[p]) for name, p in launch.operands)
-        seen = tuple((positions[p], kernel.operand_layout(p)) for p in range(3))
-        self.launches.append(replace(launch, operands=operands, nest=_moved(launch.nest, positions), views=seen))
+        self.launches.append(launch)
         return True
 
 
@@ -244,14 +241,34 @@ def _every(whole: Layout, axes: tuple[Axis, Axis]) -> Layout | None:
     return out
 
 
+@lru_cache(maxsize=1 << 13)
+def _product_launch(
+    inner: KernelVariant, views: tuple[Layout, Layout, Layout], positions: tuple[int, int, int]
+) -> Launch | None:
+    """The contraction's launch over views of operands that stand at other positions."""
+    (g, m, k), n = views[0].shape, views[1].shape[2]
+    kernel = CONTRACTION.build(inner, _contraction(g, m, k, n), views)
+    if kernel is None:
+        return None
+    (launch,) = kernel.launches
+    operands = tuple((name, positions[p]) for name, p in launch.operands)
+    seen = tuple((positions[p], kernel.operand_layout(p)) for p in range(3))
+    return replace(launch, operands=operands, nest=_moved(launch.nest, positions), views=seen)
+
+
 def _moved(nest: Nest, positions: tuple[int, int, int]) -> Nest:
-    """The nest with operands 0, 1, 2 at other positions."""
+    """The nest with operands 0, 1, 2 at other positions; one for all launches that share the nest."""
     if positions == (0, 1, 2):
         return nest
-    phases = tuple(
-        replace(p, accesses=tuple(replace(a, operand=positions[a.operand]) for a in p.accesses)) for p in nest.phases
-    )
-    return Nest(nest.grid, phases)
+    key = "moved", positions
+    if key not in nest.memo:
+        phases = tuple(
+            replace(p, accesses=tuple(replace(a, operand=positions[a.operand]) for a in p.accesses))
+            for p in nest.phases
+        )
+        nest.memo[key] = Nest(nest.grid, phases)
+    moved: Nest = nest.memo[key]
+    return moved
 
 
 CONVOLUTION = Convolution()

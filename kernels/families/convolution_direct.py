@@ -6,6 +6,8 @@ A work item holds ``block`` neighbouring results: pixels of a row (``direct.w``,
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from kernels.families.common import decode_c, index_c, ndrange
 from kernels.families.convolution_form import Axis, Window, correlations
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term, var
@@ -16,6 +18,7 @@ __all__ = ["direct_launches"]
 Defines = dict[str, str | int | float]
 
 
+@lru_cache(maxsize=1 << 12)
 def direct_launches(variant: KernelVariant, spec: OpSpec) -> tuple[Launch, ...] | None:
     """The launches, or None where a block of channels would not lie in one group."""
     window = Window.of(dict(spec.attrs))

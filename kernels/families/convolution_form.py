@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import gcd, prod
 from typing import Any
@@ -72,7 +73,10 @@ class Axis:
         return self.at, self.at + (self.out - 1) * self.step + max(self.taps - 1, 0) * self.tap + 1
 
 
-def correlations(kind: str, window: Window, image: tuple[int, int], kernel: tuple[int, int]) -> list[tuple[Axis, Axis]]:
+@lru_cache(maxsize=1 << 10)
+def correlations(
+    kind: str, window: Window, image: tuple[int, int], kernel: tuple[int, int]
+) -> tuple[tuple[Axis, Axis], ...]:
     """The correlations (h, w) that an op consists of.
 
     Args:
@@ -89,7 +93,7 @@ def correlations(kind: str, window: Window, image: tuple[int, int], kernel: tupl
             per_axis.append([Axis(out, taps, stride, dilation, -pad)])
         else:
             per_axis.append([_residue(a, out, taps, stride, pad, dilation) for a in range(min(stride, out))])
-    return list(product(*per_axis))  # type: ignore[arg-type]
+    return tuple(product(*per_axis))  # type: ignore[arg-type]
 
 
 def _residue(a: int, out: int, taps: int, stride: int, pad: int, dilation: int) -> Axis:
@@ -118,6 +122,7 @@ def grouped(layout: Layout, axis: int, groups: int) -> Layout | None:
     return split and split.permute((axis, *(i for i in range(len(shape) + 1) if i != axis)))
 
 
+@lru_cache(maxsize=1 << 13)
 def window_layout(layout: Layout, axes: tuple[Axis, Axis], weights: bool = False) -> Layout | None:
     """An image [g, n, c, h, w] seen as [g, n, c, i, t, j, u], or weights [g, o, c, r, s] as [g, o, c, t, u].
 

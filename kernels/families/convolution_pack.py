@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from kernels.families.common import decode_c, index_c, ndrange
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term
@@ -19,6 +20,7 @@ _BLOCK = 16
 _THIN_ITEMS = 64
 
 
+@lru_cache(maxsize=1 << 13)
 def pack(source: int, s: Layout, at: Source, target: int, d: Layout, device: str) -> Launch:
     """``d[d0..d4] = s[at]``, zero where that lies outside.
 
@@ -55,6 +57,7 @@ def pack(source: int, s: Layout, at: Source, target: int, d: Layout, device: str
     return cut.launch((("S", source), ("D", target)), phases, constants, ((source, s), (target, d)))
 
 
+@lru_cache(maxsize=1 << 12)
 def fill(target: int, d: Layout, device: str) -> Launch:
     """Zeros over a layout of five axes."""
     inner = _inner(d)

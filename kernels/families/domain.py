@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kernels.families.common import decode_c, index_c, largest_divisor, ndrange
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term
@@ -30,9 +31,12 @@ class _Digit:
     outermost: bool
 
 
-@dataclass
+@dataclass(eq=False)
 class Walk:
     """A walk over a domain: loops, and the coordinate of each axis at the start of the innermost vector loop.
+
+    Complete when ``fat_walk`` or ``thin_walk`` hands it out, and never changed afterwards: equal questions get the same
+    walk, which can be a key itself.
 
     Attributes:
         shape: the domain.
@@ -145,6 +149,7 @@ def _start(lead: Layout, width: int, exact: int) -> tuple[Walk, list[_Digit]] | 
     return walk, digits
 
 
+@lru_cache(maxsize=1 << 14)
 def fat_walk(lead: Layout, width: int, chunk: int, exact: int = -1) -> Walk | None:
     """One item a group, each walking about ``chunk`` elements in the lead's storage order.
 
@@ -196,6 +201,7 @@ def _mark_padding(walk: Walk, lead: Layout, axis: int) -> None:
         walk.overhang.add(axis)
 
 
+@lru_cache(maxsize=1 << 14)
 def thin_walk(lead: Layout, width: int, exact: int = -1) -> Walk | None:
     """One vector an item, neighbouring items along the lead's storage order; ``exact`` as in ``fat_walk``.
 

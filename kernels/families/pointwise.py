@@ -10,6 +10,7 @@ along different axes. ``linear`` walks storage itself, padding included, where a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 from kernels.expr_c import expr_flops, expr_function, needs_math, used_inputs
@@ -101,7 +102,13 @@ def _tile_launch(variant: KernelVariant, spec: OpSpec, views: Sequence[Layout]) 
 
     if not fits(size) or (size < 16 and fits(2 * size) and min(source.shape[p], source.shape[q]) >= 2 * size):
         return None
-    blocks = tuple(-(-n // size) if a in along else n for a, n in enumerate(source.shape))
+    return _tiles(variant, spec, source.shape, p, q)
+
+
+@lru_cache(maxsize=1 << 12)
+def _tiles(variant: KernelVariant, spec: OpSpec, shape: tuple[int, ...], p: int, q: int) -> Launch:
+    size, along = variant.param("t"), (p, q)
+    blocks = tuple(-(-n // size) if a in along else n for a, n in enumerate(shape))
     order = Layout.row_major(blocks)
     if variant.name == "tile_fat":
         walk = fat_walk(order, 1, max(variant.param("chunk") // size**2, 1))
@@ -122,7 +129,7 @@ def _tile_launch(variant: KernelVariant, spec: OpSpec, views: Sequence[Layout]) 
 
     def step(width: int, coords: list[str]) -> str:
         at = [f"({c})*{size}" if a in along else c for a, c in enumerate(coords)]
-        return _tile_step(spec, source.shape, at, p, q, size)
+        return _tile_step(spec, shape, at, p, q, size)
 
     accesses = [*rows(0, p, q, False), *rows(1, q, p, True)]
     return walk_launch(walk, [("X0", 0), ("Y0", 1)], accesses, 0, step)
@@ -186,11 +193,13 @@ def _lead(spec: OpSpec, expanded: Sequence[Layout], which: int) -> int:
     return -1
 
 
+@lru_cache(maxsize=1 << 14)
 def _order(layout: Layout) -> list[tuple[int, int]]:
     """The digits of a layout by falling stride: equal lists walk the domain alike."""
     return [(m.axis, m.extent) for m in sorted(layout.modes, key=lambda m: -m.stride)]
 
 
+@lru_cache(maxsize=1 << 14)
 def pointwise_launch(spec: OpSpec, walk: Walk) -> Launch:
     """The launch that runs a spec's program over a walk; operand i is called ``X{i}`` or ``Y{i}``."""
     expr = spec.expr

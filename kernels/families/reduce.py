@@ -8,6 +8,7 @@ reduced axis into ``split`` chunks, whose results a second launch joins in a fix
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kernels.families.common import any_image
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term
@@ -87,16 +88,23 @@ class Reduce:
         scalar_fallback = width == 1 and variant.name in ("along", "group")
         if any_image(layouts) or spec.dtypes[0] not in _ELEM or room < width or not (contiguous or scalar_fallback):
             return None
-        return _Builder(variant, spec, layouts, op).kernel()
+        launches, scratch = _launches(variant, spec)
+        return Kernel(spec, variant, layouts, launches, scratch)
 
 
 def _extents(op: _Op, shape: tuple[int, ...]) -> tuple[int, int]:
     return shape[op.kept_axis], shape[1 - op.kept_axis]
 
 
+@lru_cache(maxsize=1 << 12)
+def _launches(variant: KernelVariant, spec: OpSpec) -> tuple[tuple[Launch, ...], tuple[Scratch, ...]]:
+    """Launches and workspaces, the same over all layouts that a variant accepts."""
+    return _Builder(variant, spec, _OPS[spec.kind]).launches()
+
+
 class _Builder:
-    def __init__(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...], op: _Op) -> None:
-        self.variant, self.spec, self.layouts, self.op = variant, spec, layouts, op
+    def __init__(self, variant: KernelVariant, spec: OpSpec, op: _Op) -> None:
+        self.variant, self.spec, self.op = variant, spec, op
         self.kept, self.red = _extents(op, spec.shapes[0])
         self.split = variant.param("split")
         self.chunk = -(-self.red // self.split)
@@ -107,15 +115,15 @@ class _Builder:
         self.names = {name: i for i, name in enumerate((*op.inputs, *op.outputs))}
         self.partials: tuple[str, ...] = ("P", "Q")[: len(op.outputs)] if self.split > 1 else ()
         for i, name in enumerate(self.partials):
-            self.names[name] = len(layouts) + i
+            self.names[name] = len(spec.shapes) + i
 
-    def kernel(self) -> Kernel:
-        """The kernel: the main launch, and one per output to join the chunks."""
+    def launches(self) -> tuple[tuple[Launch, ...], tuple[Scratch, ...]]:
+        """The main launch and one per output to join the chunks; what they pass on to each other."""
         dtype = self.spec.dtypes[0]
         scratch = tuple(Scratch(dtype, Layout.row_major((self.split, self.kept))) for _ in self.partials)
         launches = [getattr(self, f"_{self.variant.name}")()]
         launches += [self._final(p, y) for p, y in zip(self.partials, self.op.outputs, strict=False)]
-        return Kernel(self.spec, self.variant, self.layouts, tuple(launches), scratch)
+        return tuple(launches), scratch
 
     def _constants(self) -> dict[str, str | int | float]:
         fn = self.spec.attr("fn", "sum")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kernels.families.common import any_image, math_c
 from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
@@ -118,42 +119,67 @@ def row_launches(
         op: what it touches.
         defines: the operation's constants.
     """
-    variant = kernel.variant
-    builder = _Builder(kernel, entry, op, defines)
-    if any_image(kernel.layouts) or builder.k < 1:
+    layouts = [kernel.operand_layout(i) for i, name in enumerate(op.names) if name]
+    matrices = [x for x, name in zip(layouts, filter(None, op.names), strict=True) if _is_matrix(name, x.rank)]
+    m, k = matrices[0].shape
+
+    def contiguous(axis: int, width: int) -> bool:
+        """Whether some matrix has vectors of ``width``, or of 4 to make them of, along the axis."""
+        return any(x.vectorizes(axis, min(width, 4)) for x in matrices)
+
+    if any_image(kernel.layouts) or k < 1:
         return None
+    width = kernel.variant.param("v")
+    if kernel.variant.name == "cols":
+        # One lane a row pays where neighbouring rows are neighbours in memory, as for vectors.
+        if not contiguous(0, max(width, 2)) or m < width:
+            return None
+    elif width > 1 and (k < width or not contiguous(1, width)):
+        return None
+    return _launches(kernel.variant, entry, op, defines, tuple(x.shape for x in layouts))
+
+
+@lru_cache(maxsize=1 << 12)
+def _launches(
+    variant: KernelVariant, entry: str, op: RowOp, defines: tuple[tuple[str, str | int | float], ...], shapes: _Shapes
+) -> tuple[Launch, ...]:
+    """Launches are the same over all layouts that a variant accepts."""
+    builder = _Builder(entry, op, defines, shapes)
     width = variant.param("v")
     if variant.name == "cols":
-        items = variant.param("items")
-        # One lane a row pays where neighbouring rows are neighbours in memory, as for vectors.
-        if not builder.contiguous(0, max(width, 2)) or builder.m < width:
-            return None
         whole = builder.m // width * width
-        out = [builder.cols(width, items, 0, whole)]
+        out = [builder.cols(width, variant.param("items"), 0, whole)]
         return tuple(out if whole == builder.m else [*out, builder.cols(1, 1, whole, builder.m)])
-    if width > 1 and (builder.k < width or not builder.contiguous(1, width)):
-        return None
     if variant.name == "item":
         return (builder.item(width, variant.param("rows")),)
     return (builder.group(width, variant.param("items"), variant.param("rows")),)
 
 
+_Shapes = tuple[tuple[int, ...], ...]
+
+
+def _is_matrix(name: str, rank: int) -> bool:
+    return name not in _ALONG_K and rank == 2
+
+
 class _Builder:
-    """Builds the launches of one row operation: defines for the body, the same accesses for the nest."""
+    """Builds the launches of one row operation: defines for the body, the same accesses for the nest.
+
+    Args:
+        entry: kernel function.
+        op: what it touches.
+        defines: the operation's constants.
+        shapes: of the operands that have names.
+    """
 
     def __init__(
-        self, kernel: Kernel, entry: str, op: RowOp, defines: tuple[tuple[str, str | int | float], ...]
+        self, entry: str, op: RowOp, defines: tuple[tuple[str, str | int | float], ...], shapes: _Shapes
     ) -> None:
-        self.kernel, self.entry, self.op, self.defines = kernel, entry, op, defines
+        self.entry, self.op, self.defines = entry, op, defines
         self.position = {name: i for i, name in enumerate(op.names) if name}
-        self.matrices = [
-            i for name, i in self.position.items() if name not in _ALONG_K and kernel.operand_layout(i).rank == 2
-        ]
-        self.m, self.k = kernel.operand_layout(self.matrices[0]).shape
-
-    def contiguous(self, axis: int, width: int) -> bool:
-        """Whether some matrix has vectors of ``width``, or of 4 to make them of, along the axis."""
-        return any(self.kernel.operand_layout(i).vectorizes(axis, min(width, 4)) for i in self.matrices)
+        self.rank = {name: len(shape) for name, shape in zip(self.position, shapes, strict=True)}
+        names = zip(self.position, shapes, strict=True)
+        self.m, self.k = next(shape for name, shape in names if _is_matrix(name, len(shape)))
 
     def _keeps(self, rows_at_once: int) -> bool:
         """Whether a fat work item keeps its rows in private memory between passes (two buffers at most)."""
@@ -180,7 +206,7 @@ class _Builder:
         accesses = []
         for name in names:
             position = self.position[name]
-            scalar = self.kernel.operand_layout(position).rank == 0
+            scalar = self.rank[name] == 0
             accesses.append(Access(position, () if scalar else (row,), 1 if scalar else width, 0, write))
         if accesses:
             yield Phase((), tuple(accesses))
