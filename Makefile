@@ -5,6 +5,8 @@ VENV      ?= .venv
 DEMO_VENV ?= .venv-demo
 # Installed first and exactly: a looser request may pull another build, gigabytes larger.
 TORCH     ?= torch==2.13.0
+# Tests share the cores: kernels are compiled by one thread each. 0 runs them in one process.
+WORKERS   ?= auto
 PIP        = -m pip --disable-pip-version-check install
 
 # A complete environment serves the demo as well.
@@ -22,7 +24,7 @@ demo: $(DEMO_READY) ## train a small ViT on handwritten digits with a solved lay
 	$(dir $(DEMO_READY))bin/layoutopt demo
 
 test: setup ## every tier of tests
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal
 
 lint: setup ## ruff and mypy
 	$(VENV)/bin/ruff check .

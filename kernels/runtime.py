@@ -272,6 +272,10 @@ class Runtime:
                 return self.kernel(source, entry, label)
             raise DeviceError(f"kernel {label} has no entry {entry!r}: {_first_line(error)}") from error
 
+    def forget(self) -> None:
+        """Drop the programs built so far; kernels made of them stay as they are."""
+        self._programs.clear()
+
     def _build(self, source: str, label: str, alone: bool = False) -> tuple[Any, str]:
         key = _key(source)
         if alone or key not in self._programs:

@@ -6,20 +6,27 @@ Used by the tests and the benchmarks. Everything a kernel must not depend on is 
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 from statistics import median
 
 import numpy as np
 import pyopencl as cl
 
-from kernels.runtime import BUILD_OPTIONS, DeviceInfo, devices
+from kernels.runtime import DeviceInfo, Runtime, devices
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel
-from layoutopt.errors import DeviceError
 from layoutopt.layout import Layout
 
-__all__ = ["PreparedKernel", "check_kernel", "device_label", "limits_of", "opencl_devices", "time_kernel"]
+__all__ = [
+    "PreparedKernel",
+    "check_kernel",
+    "check_kernels",
+    "device_label",
+    "limits_of",
+    "opencl_devices",
+    "time_kernel",
+]
 
 _NUMPY = {"float32": np.float32, "int32": np.int32, "bool": np.uint8}
 _WILD = {"float32": np.float32(np.nan), "int32": np.int32(0x7F7F7F7F), "bool": np.uint8(0xA5)}
@@ -46,13 +53,8 @@ def limits_of(device: cl.Device) -> DeviceLimits:
 
 
 @lru_cache(maxsize=16)
-def _context(device: cl.Device) -> cl.Context:
-    return cl.Context([device])
-
-
-@lru_cache(maxsize=16)
-def _queue(context: cl.Context) -> cl.CommandQueue:
-    return cl.CommandQueue(context, properties=cl.command_queue_properties.PROFILING_ENABLE)
+def _runtime(device: cl.Device) -> Runtime:
+    return Runtime(_info(device), profiling=True)
 
 
 def pack(layout: Layout, array: np.ndarray, dtype: str) -> np.ndarray:
@@ -72,18 +74,18 @@ class PreparedKernel:
     """A kernel built for a device with its buffers filled: run it as often as needed.
 
     Args:
-        device: an OpenCL device or a context (its first device is used).
+        device: where to run.
         kernel: what to run.
         inputs: logical input arrays, in operand order.
 
     Raises:
-        DeviceError: the program does not build; carries the build log and the source.
+        DeviceError: the program does not build; carries the build log.
     """
 
-    def __init__(self, device: cl.Device | cl.Context, kernel: Kernel, inputs: list[np.ndarray]) -> None:
+    def __init__(self, device: cl.Device, kernel: Kernel, inputs: Sequence[np.ndarray]) -> None:
         self.kernel = kernel
-        self.context = device if isinstance(device, cl.Context) else _context(device)
-        self.queue = _queue(self.context)
+        self.runtime = _runtime(device)
+        self.queue = self.runtime.queue
         spec = kernel.spec
         outputs = len(spec.shapes) - spec.inputs
         reuse = {spec.inputs + out: inp for out, inp in spec.inplace}
@@ -101,21 +103,13 @@ class PreparedKernel:
                 values = np.full(layout.size_elems + _GUARD_ELEMS, _WILD[dtype], dtype=_NUMPY[dtype])
             self.storage.append(values)
             flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-            self.buffers.append(cl.Buffer(self.context, flags, hostbuf=values))
+            self.buffers.append(cl.Buffer(self.runtime.context, flags, hostbuf=values))
         self.output_positions = range(spec.inputs, spec.inputs + outputs)
         self.calls = [self._build(i) for i in range(len(kernel.launches))]
 
     def _build(self, position: int) -> cl.Kernel:
         launch = self.kernel.launches[position]
-        source = program_source(self.kernel, launch)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", cl.CompilerWarning)
-                program = cl.Program(self.context, source).build(BUILD_OPTIONS, cache_dir=False)
-            call = cl.Kernel(program, launch.entry)
-        except cl.Error as error:
-            what = f"{self.kernel.variant.label} (launch {position}, {launch.body}) does not build"
-            raise DeviceError(f"{what}: {error}", f"{error}\n{source}") from error
+        call = self.runtime.kernel(program_source(self.kernel, launch), launch.entry, self.kernel.variant.label)
         call.set_args(*(self.buffers[p] for _, p in launch.operands))
         return call
 
@@ -140,27 +134,55 @@ class PreparedKernel:
 
 
 def check_kernel(
-    context_or_device: cl.Context | cl.Device,
+    device: cl.Device,
     kernel: Kernel,
-    inputs: list[np.ndarray],
-    expected: list[np.ndarray],
+    inputs: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
     rtol: float = 1e-5,
+    sizes: Sequence[np.ndarray] | None = None,
 ) -> None:
-    """Run a kernel over poisoned buffers and compare with a float64 reference.
+    """:func:`check_kernels` of one."""
+    check_kernels(device, [kernel], inputs, expected, rtol, sizes)
+
+
+def check_kernels(
+    device: cl.Device,
+    kernels: Sequence[Kernel],
+    inputs: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+    rtol: float = 1e-5,
+    sizes: Sequence[np.ndarray] | None = None,
+) -> None:
+    """Build kernels of one op together, run each over poisoned buffers and compare with a float64 reference.
 
     Args:
-        context_or_device: where to run.
-        kernel: what to run.
+        device: where to run.
+        kernels: what to run.
         inputs: logical inputs in operand order.
-        expected: logical outputs in operand order; floats are compared within ``rtol`` of the larger of the element
-            and the output's largest magnitude, other dtypes exactly.
+        expected: logical outputs in operand order; floats are compared within ``rtol`` of the larger of the element,
+            the output's largest magnitude and ``sizes``, other dtypes exactly.
         rtol: relative tolerance.
+        sizes: what the terms that each output is the sum of amount to, in operand order. Rounding errs by a share of
+            the terms, not of what is left where they cancel.
 
     Raises:
         AssertionError: a value is wrong, an input changed, or memory outside an operand was written.
+        DeviceError: a program does not build; carries the build log.
     """
-    prepared = PreparedKernel(context_or_device, kernel, inputs)
+    runtime = _runtime(device)
+    runtime.prepare((program_source(k, launch), k.variant.label) for k in kernels for launch in k.launches)
+    try:
+        for kernel in kernels:
+            _check(PreparedKernel(device, kernel, inputs), expected, rtol, sizes)
+    finally:
+        runtime.forget()  # thousands of them would fill the memory
+
+
+def _check(
+    prepared: PreparedKernel, expected: Sequence[np.ndarray], rtol: float, sizes: Sequence[np.ndarray] | None
+) -> None:
     prepared.run()
+    kernel = prepared.kernel
     spec, label = kernel.spec, kernel.variant.label
     in_place = {inp for _, inp in spec.inplace}
     for position in range(len(spec.shapes) + len(kernel.scratch)):
@@ -174,20 +196,21 @@ def check_kernel(
         outside[layout.linear_offsets(padded=True)] = False
         assert _same(after[outside], before[outside]), f"{what}: memory outside the operand was written"
         if position in prepared.output_positions:
-            got = after[layout.linear_offsets()]
-            _compare(what, got, np.asarray(expected[position - spec.inputs]).reshape(layout.shape), rtol)
+            got, output = after[layout.linear_offsets()], position - spec.inputs
+            size = 0.0 if sizes is None else np.reshape(sizes[output], layout.shape)
+            _compare(what, got, np.reshape(expected[output], layout.shape), rtol, size)
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.array_equal(a.view(np.uint8), b.view(np.uint8)))
 
 
-def _compare(what: str, got: np.ndarray, expected: np.ndarray, rtol: float) -> None:
+def _compare(what: str, got: np.ndarray, expected: np.ndarray, rtol: float, size: np.ndarray | float = 0.0) -> None:
     if got.dtype != np.float32:
         wrong = got != expected
     else:
         scale = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
-        bound = rtol * np.maximum(np.abs(expected), scale)
+        bound = rtol * np.maximum(np.maximum(np.abs(expected), size), scale)
         with np.errstate(invalid="ignore"):
             close = np.abs(got.astype(np.float64) - expected) <= bound
         both = (np.isnan(got) & np.isnan(expected)) | (np.isinf(expected) & (got == expected))
@@ -201,10 +224,8 @@ def _compare(what: str, got: np.ndarray, expected: np.ndarray, rtol: float) -> N
     )
 
 
-def time_kernel(
-    context_or_device: cl.Context | cl.Device, kernel: Kernel, inputs: list[np.ndarray], repeats: int = 7
-) -> float:
+def time_kernel(device: cl.Device, kernel: Kernel, inputs: Sequence[np.ndarray], repeats: int = 7) -> float:
     """Median device seconds of ``repeats`` runs after a warm-up."""
-    prepared = PreparedKernel(context_or_device, kernel, inputs)
+    prepared = PreparedKernel(device, kernel, inputs)
     prepared.run()
     return median(prepared.run() for _ in range(repeats))

@@ -28,6 +28,7 @@ class Out(NamedTuple):
 
 
 _RULES: dict[str, Callable[..., Any]] = {}
+_DRAWN = ("bernoulli", "uniform", "normal", "rand", "multinomial", "exponential", "poisson", "noise")
 _ATEN_TYPES = {"float32": np.float32, "int32": np.int32, "bool": np.bool_}
 
 
@@ -60,10 +61,16 @@ def translate(b: GraphBuilder, target: str, out: Any, args: Sequence[Any], kwarg
                 return _pointwise(b, table[target], out, args, kwargs, cast)
         rule = _RULES.get(target)
         if rule is None:
-            raise GraphError("this operation is not known to layoutopt; write the model without it or report it")
+            raise GraphError(_unknown(target))
         return rule(b, out, *args, **kwargs)
     except TypeError as error:
         raise GraphError(f"used with arguments that layoutopt does not know ({error})") from error
+
+
+def _unknown(target: str) -> str:
+    if any(word in target for word in _DRAWN):
+        return "random numbers are drawn by dropout, rand and rand_like alone; switch it off, or write it with these"
+    return "this operation is not known to layoutopt; write the model without it or report it"
 
 
 def describe_args(args: Sequence[Any]) -> str:

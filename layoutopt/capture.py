@@ -7,9 +7,11 @@ from; what is known at capture is calculated; the rest is translated by ``layout
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
 from typing import Any, cast
 
 import torch
@@ -41,7 +43,6 @@ _KEPT = {
 """ATen ops that the graph's kinds express whole, so that torch need not take them apart."""
 
 _FILLS = ("full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_full", "new_zeros", "new_ones")
-_RANDOM = ("rand", "dropout")
 _MAX_FOLDED_ELEMS = 1 << 24
 
 
@@ -186,12 +187,19 @@ def _trace(
 
 @contextmanager
 def _told(module: nn.Module) -> Iterator[None]:
-    """Torch's refusals in one sentence, with torch's own words as the cause."""
+    """Torch's refusals in one sentence, with torch's own words as the cause; what else it has to say is dropped."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        yield
+        with redirect_stderr(StringIO()):
+            yield
     except (RuntimeError, ValueError, TypeError, UserError) as error:
         words = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        if "data-dependent" in words:
+            words += " (a branch hangs on a tensor's value, as when whole layers are dropped at random: switch it off)"
         raise GraphError(f"torch cannot trace the step of {type(module).__name__} on this batch: {words}") from error
+    finally:
+        logging.disable(before)
 
 
 def _bind(
@@ -230,10 +238,14 @@ class _Sourced(torch.fx.Interpreter):
     def __init__(self, module: torch.fx.GraphModule) -> None:
         super().__init__(module)
         self._seen: set[Any] = set()
+        self.extra_traceback = False  # torch would write the node behind our sentences
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        result = super().run_node(n)
         source = n.meta.get("custom", {}).get("source", "")
+        try:
+            result = super().run_node(n)
+        except GraphError as error:
+            raise GraphError(f"{n.meta.get('opened', n.target)} in {source}: {error}") from error
         many = result if isinstance(result, (tuple, list)) else [result]
         stack = [r.grad_fn for r in many if isinstance(r, torch.Tensor) and r.grad_fn is not None]
         while stack:
@@ -269,6 +281,8 @@ _RATES = {  # where each op that drops takes its probability
     "aten.dropout.default": (1, "p"),
     "aten.dropout_.default": (1, "p"),
     "aten.feature_dropout.default": (1, "p"),
+    "aten.alpha_dropout.default": (1, "p"),
+    "aten.feature_alpha_dropout.default": (1, "p"),
     "aten.native_dropout.default": (1, "p"),
     "aten.scaled_dot_product_attention.default": (4, "dropout_p"),
 }
@@ -331,7 +345,8 @@ def _fold(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> bool:
         if isinstance(fill, (bool, int, float)):
             known[node] = torch.full((), fill, dtype=val.dtype).expand(val.shape)
             return True
-    if any(n not in known for n in node.all_input_nodes) or any(word in str(node.target) for word in _RANDOM):
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if random or any(n not in known for n in node.all_input_nodes):
         return False
     sizes = [v.numel() for v in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(v, torch.Tensor)]
     if max(sizes, default=0) > _MAX_FOLDED_ELEMS:

@@ -65,10 +65,23 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
     return x.unsqueeze(-3).expand(*batch, heads, times, rows, cols).reshape(*batch, heads * times, rows, cols)
 
 
-@opened("dropout.default", "dropout_.default", "feature_dropout.default")
+@opened("dropout.default", "dropout_.default")
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Zero with probability ``p``, else scaled so that the mean stays; the random numbers are the graph's own."""
     return _native_dropout(x, p, train)[0]
+
+
+@opened("feature_dropout.default")
+def _feature_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Whole channels are dropped."""
+    return x * _dropout(torch.ones(*x.shape[:2], *(1 for _ in x.shape[2:])), p, train)
+
+
+@opened("alpha_dropout.default", "feature_alpha_dropout.default")
+def _alpha_dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if train and p:
+        raise GraphError("alpha dropout is not supported: capture without dropout, or use the plain kind")
+    return x
 
 
 @opened("native_dropout.default")

@@ -55,6 +55,10 @@ def capture_model(
     if name.endswith(".onnx"):
         from layoutopt.onnx_read import read_onnx
 
+        if labels is not None or mode != "full" or dropout:
+            raise LayoutOptError(
+                f"{name} is read as an inference graph: only --batch and --seq may be set, not labels, mode or dropout"
+            )
         captured = read_onnx(name, batch=batch, seq=seq)
     else:
         try:

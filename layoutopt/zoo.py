@@ -75,9 +75,9 @@ def build(
         raise GraphError(f"unknown model {name!r}: choose among {', '.join(ZOO)}, or give package.module:factory")
     entry = ZOO[name]
     if seq is not None and not entry.usual.seq:
-        raise GraphError(f"{name} takes images: it has no sequence length to set")
+        raise GraphError(f"{name} takes images: leave the sequence length (--seq) out")
     if num_labels is not None and not entry.usual.labels:
-        raise GraphError(f"{name} is no classifier: it has no number of labels to set")
+        raise GraphError(f"{name} is no classifier: leave the number of labels (--labels) out")
     for what, size in (("batch", batch), ("sequence length", seq), ("number of labels", num_labels)):
         if size is not None and size < 1:
             raise GraphError(f"{what} {size} for {name}: expected at least 1")

@@ -9,6 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    # Each worker, and what it starts, gets its share of the cores; read when numpy and torch are first imported.
+    share = max((os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]), 1)
+    for library in ("OMP", "MKL", "OPENBLAS"):
+        os.environ.setdefault(f"{library}_NUM_THREADS", str(share))
+
 import pytest
 from hypothesis import HealthCheck, settings
 

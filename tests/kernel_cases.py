@@ -12,7 +12,7 @@ from kernels.nest import Access, Data, Index, Nest, Phase
 from kernels.reference import evaluate
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, Kernel, OpSpec, frozen_attrs
-from kernels.testing import check_kernel, limits_of
+from kernels.testing import check_kernels, limits_of
 from kernels.variants import kernels_for
 from layoutopt.layout import Layout, Mode
 
@@ -72,9 +72,14 @@ def kernels_of(spec: OpSpec, layouts: Sequence[Layout], limits: DeviceLimits) ->
 
 
 def check_all(
-    device_index: int, spec: OpSpec, layouts: Sequence[Layout], inputs: Sequence[np.ndarray], rtol: float = 1e-5
+    device_index: int,
+    spec: OpSpec,
+    layouts: Sequence[Layout],
+    inputs: Sequence[np.ndarray],
+    rtol: float = 1e-5,
+    sizes: Sequence[np.ndarray] | None = None,
 ) -> set[str]:
-    """Check every variant that accepts the layouts, those enumerated for GPUs too.
+    """Check every variant that accepts the layouts, those enumerated for GPUs too; see ``check_kernel``.
 
     Returns:
         The names of the variants that ran.
@@ -82,12 +87,9 @@ def check_all(
     device = devices()[device_index].handle
     exact = [x.astype(np.float32).astype(np.float64) if x.dtype.kind == "f" else x for x in inputs]
     expected = evaluate(spec.kind, dict(spec.attrs), exact, spec.shapes[spec.inputs :])
-    ran = set()
-    for limits in (limits_of(device), GPU_LIMITS):
-        for kernel in kernels_of(spec, layouts, limits):
-            check_kernel(device, kernel, list(inputs), expected, rtol)
-            ran.add(kernel.variant.name)
-    return ran
+    kernels = {k.key: k for limits in (limits_of(device), GPU_LIMITS) for k in kernels_of(spec, layouts, limits)}
+    check_kernels(device, list(kernels.values()), inputs, expected, rtol, sizes)
+    return {kernel.variant.name for kernel in kernels.values()}
 
 
 # ---- what a nest says it touches ------------------------------------------------------------------------------------

@@ -427,7 +427,9 @@ def test_an_unknown_operation_is_named_with_its_place(capsys, elsewhere: Path, t
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["vit-digits", "--seq", "5"], "it has no sequence length"),
+        (["vit-digits", "--seq", "5"], "vit-digits takes images: leave the sequence length (--seq) out"),
+        (["gpt2", "--labels", "3"], "gpt2 is no classifier: leave the number of labels (--labels) out"),
+        (["clip", "--labels", "3"], "clip is no classifier"),
         (["bert-tiny", "--seq", "41"], "beyond the model's 40 positions"),
         (["bert-tiny", "--optimizer", "adagrad"], "unknown optimizer 'adagrad'"),
         (["usernet:net", "--batch", "3"], "brings its own batch"),

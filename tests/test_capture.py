@@ -524,16 +524,30 @@ def test_all_that_is_unknown_is_told_at_once() -> None:
         (lambda x, a: F.conv_transpose1d(x * a, torch.ones(5, 2, 3)), "up-sample, then convolve"),
         (lambda x, a: F.conv3d((x * a)[None, None], torch.ones(1, 1, 2, 2, 2)), "only 1 or 2"),
         (lambda x, a: (x * a).double().sum(-1), "float64"),
+        (lambda x, a: (x * a).flip(0), r"aten\.flip\.default on float32\[3, 5, 6\] in Small: .*not known"),
+        (
+            lambda x, a: x * a * torch.empty(3, 1, 1).bernoulli_(0.9) / 0.9,
+            r"aten\.bernoulli.* in Small: random numbers",
+        ),
+        (lambda x, a: x * a * (0.9 + torch.rand(3, 1, 1)).floor_() / 0.9, r"aten\.floor.* in Small"),
+        (lambda x, a: x * a + torch.normal(0.0, 1.0, (6,)), r"aten\.normal.* in Small: random numbers"),
+        (lambda x, a: x * a + torch.empty(6).uniform_(), r"aten\.uniform.* in Small: random numbers"),
+        (lambda x, a: (x * a)[torch.randperm(3)], r"aten\.randperm.* in Small: random numbers"),
+        (lambda x, a: F.adaptive_avg_pool1d(x * a, 4), r"^aten\.adaptive_avg_pool1d.* in Small: .* equal parts .*ed$"),
     ],
 )
 def test_known_limits_are_named(function: Any, match: str) -> None:
     refuse(Small(function, (6,)), (X,), match, loss=square_loss)
 
 
-def test_what_torch_cannot_trace_is_told_in_a_sentence() -> None:
+def test_what_torch_cannot_trace_is_told_in_a_sentence(capsys) -> None:
     branching = Small(lambda x, a: x * a if x.sum() > 0 else x - a, (6,))
     refuse(branching, (X,), "torch cannot trace the step of Small", loss=square_loss)
     refuse(Small(lambda x, a: x @ a, (5,)), (X,), "torch cannot trace the step of Small", loss=square_loss)
+    dropping = Small(lambda x, a: x * a if torch.rand([]) < 0.1 else x - a, (6,))
+    refuse(dropping, (X,), "layers are dropped at random: switch it off", loss=square_loss)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")
 
 
 def test_bad_calls() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from kernels.reference import run
 from layoutopt.capture_random import NO_DROPOUT
+from layoutopt.errors import GraphError
 from layoutopt.expr import random_uniform
 from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import Sgd, evaluation_values, step_values
@@ -211,3 +212,34 @@ def test_everything_may_be_dropped() -> None:
     graph, x = dropping(1.0)
     values = {"a": np.ones(40), "input_0": x, "seed": np.array(3)}
     assert not run(graph, values)["output"].any()
+
+
+def of_feature_maps(kind: str, p: float) -> TrainingGraph:
+    """[6, 16, 5, 4] times a, dropped by ``torch.nn.functional.KIND``."""
+    torch = pytest.importorskip("torch")
+
+    from layoutopt.capture import capture
+
+    class Maps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return getattr(torch.nn.functional, kind)(x * self.a, p, True)
+
+    return capture(Maps(), (torch.ones(6, 16, 5, 4),), loss=lambda m, b: ((y := m(*b)).sum(), y), dropout=True)
+
+
+def test_feature_maps_are_dropped_whole() -> None:
+    graph = of_feature_maps("dropout2d", 0.25)
+    y = run(graph, {"a": np.ones(4), "input_0": np.ones((6, 16, 5, 4)), "seed": np.array(5)})["output"]
+    np.testing.assert_array_equal(y, np.broadcast_to(y[:, :, :1, :1], y.shape))
+    np.testing.assert_allclose(np.unique(y), [0, 4 / 3])
+    assert abs((y[:, :, 0, 0] == 0).mean() - 0.25) < 5 * np.sqrt(0.25 * 0.75 / 96)
+
+
+def test_alpha_dropout_is_refused_by_name_unless_off() -> None:
+    with pytest.raises(GraphError, match=r"^aten\.alpha_dropout\.default in Maps: alpha dropout is not supported"):
+        of_feature_maps("alpha_dropout", 0.25)
+    assert "seed" not in of_feature_maps("alpha_dropout", 0.0).tensors

@@ -19,7 +19,7 @@ from kernels.families.convolution_form import Axis, Window, correlations, window
 from kernels.reference import evaluate
 from kernels.runtime import Runtime, devices
 from kernels.spec import DeviceLimits, Kernel, OpSpec
-from kernels.testing import check_kernel, limits_of
+from kernels.testing import check_kernels, limits_of
 from kernels.variants import kernels_for
 from layoutopt import baselines
 from layoutopt.graph import Op, Operand, Tensor, TrainingGraph
@@ -78,8 +78,7 @@ def check(device_index: int, kernels: list[Kernel]) -> None:
     inputs = inputs_of(spec)
     exact = [x.astype(np.float64) for x in inputs]
     expected = evaluate(spec.kind, dict(spec.attrs), exact, spec.shapes[2:])
-    for kernel in kernels:
-        check_kernel(devices()[device_index].handle, kernel, inputs, expected, rtol=2e-5)
+    check_kernels(devices()[device_index].handle, kernels, inputs, expected, rtol=2e-5)
 
 
 def one_of_each(spec: OpSpec, layouts: tuple[Layout, ...], limits: DeviceLimits) -> list[Kernel]:

@@ -8,7 +8,7 @@ import pytest
 from kernels.families.rows import OPS
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, Kernel, OpSpec
-from kernels.testing import PreparedKernel, check_kernel, limits_of
+from kernels.testing import PreparedKernel, _compare, check_kernel, limits_of
 from layoutopt.layout import Layout
 from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec, touched
 
@@ -34,6 +34,34 @@ def case(kind: str, m: int, k: int) -> tuple[OpSpec, list[np.ndarray]]:
     }[kind]
     outputs = [(m, k), (m,), (m,)] if kind == "layer_norm" else [(m, k)]
     return make_spec(kind, inputs, outputs, {"eps": 1e-5} if kind == "layer_norm" else {}), inputs
+
+
+def sizes(kind: str, inputs: list[np.ndarray]) -> list[np.ndarray] | None:
+    """What the terms of each output amount to, for operations that subtract: over rows of 1, all that they subtract is
+    equal, and what is left is rounding.
+    """
+    x, *more = (np.abs(v.astype(np.float64)) for v in inputs)
+
+    def mean(v: np.ndarray) -> np.ndarray:
+        return v.mean(1, keepdims=True)
+
+    if kind == "softmax_grad":
+        (y,) = more
+        return [y * (x + (x * y).sum(1, keepdims=True))]
+    if kind == "log_softmax":
+        lse = np.log(np.exp(inputs[0].astype(np.float64)).sum(1, keepdims=True))
+        return [x + np.abs(lse)]
+    if kind == "log_softmax_grad":
+        return [x + np.exp(inputs[1].astype(np.float64)) * x.sum(1, keepdims=True)]
+    if kind == "layer_norm":
+        gamma, beta = more
+        rstd = 1 / np.sqrt(inputs[0].astype(np.float64).var(1, keepdims=True) + 1e-5)
+        return [(x + mean(x)) * rstd * gamma + beta, mean(x), rstd]
+    if kind == "layer_norm_grad":
+        values, centre, rstd, gamma = more
+        g, n = x * gamma, (values + centre[:, None]) * rstd[:, None]
+        return [rstd[:, None] * (g + mean(g) + n * mean(g * n))]
+    return None
 
 
 def laid_out(spec: OpSpec, *names: str) -> list[Layout]:
@@ -64,7 +92,8 @@ def laid_out(spec: OpSpec, *names: str) -> list[Layout]:
 def test_rows(device_index: int, kind: str, shape: tuple[int, int], names: tuple[str, ...]) -> None:
     spec, inputs = case(kind, *shape)
     # The scalar fallback adds up a row one by one: its rounding grows with the row.
-    ran = check_all(device_index, spec, laid_out(spec, *names), inputs, rtol=1e-5 if shape[1] < 1000 else 1e-4)
+    rtol = 1e-5 if shape[1] < 1000 else 1e-4
+    ran = check_all(device_index, spec, laid_out(spec, *names), inputs, rtol, sizes(kind, inputs))
     # A CPU runs the GPU's variants too, for their results; a GPU has no use for the CPU's fat items.
     assert ran >= ({"group"} if devices()[device_index].limits.kind == "gpu" else {"item", "group"})
     assert ("cols" in ran) == (names[0] in ("row panels", "transposed"))
@@ -221,3 +250,18 @@ def test_nests_write_every_element(kind: str, names: tuple[str, ...], limits: De
             unkept = unkept if write else reads[kind][position]
             times = 1 if limits.kind == "cpu" else unkept
             assert sorted(got) == sorted(layout.offsets().ravel().tolist() * times), kernel.variant.label
+
+
+def test_rounding_is_judged_by_what_cancels() -> None:
+    """A gradient over rows of 1 is exactly 0; what a device leaves is a share of the terms, or wrong."""
+    zero, ones = np.zeros(3), np.ones(3)
+    left = np.array([0, -5e-7, 9e-6], np.float32)
+    _compare("dx", left, zero, 1e-5, ones)
+    with pytest.raises(AssertionError, match="2 of 3 values differ"):
+        _compare("dx", left, zero, 1e-5)
+    with pytest.raises(AssertionError, match=r"1 of 3 values differ, first at \(2,\)"):
+        _compare("dx", 2 * left, zero, 1e-5, ones)
+    for x, dy in ((3.5, 0.25), (-1e-3, 8.0)):
+        inputs = [np.full((2, 1), v, np.float32) for v in (dy, x)] + [np.full(2, v, np.float32) for v in (x, 2)]
+        (size,) = sizes("layer_norm_grad", [*inputs, np.full(1, 3.0, np.float32)]) or []
+        assert (size >= 2 * 3 * dy).all(), "rstd * gamma * dy, which its mean is taken from"

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
 from kernels.reference import run  # noqa: E402
-from layoutopt.errors import GraphError  # noqa: E402
+from layoutopt.errors import GraphError, LayoutOptError  # noqa: E402
 from layoutopt.facade import capture_model  # noqa: E402
 from layoutopt.onnx_read import read_onnx  # noqa: E402
 
@@ -107,6 +107,13 @@ def test_a_transformer_equals_onnx(tmp_path: Path) -> None:
     got = run(graph, {**w, **feeds})
     for name, expected in zip(["logits", "y"], ReferenceEvaluator(model).run(None, feeds), strict=True):
         np.testing.assert_allclose(got[name], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"labels": 3}, {"mode": "lora"}, {"dropout": True}], ids=str)
+def test_what_belongs_to_training_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    transformer(tmp_path / "t.onnx")
+    with pytest.raises(LayoutOptError, match="is read as an inference graph: only --batch and --seq may be set"):
+        capture_model(str(tmp_path / "t.onnx"), **options)
 
 
 def test_a_convolutional_net_equals_onnx(tmp_path: Path) -> None:
