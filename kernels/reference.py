@@ -309,6 +309,50 @@ def _layer_norm_affine(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: 
     return [(dy * (data - mean[:, None]) * rstd[:, None]).sum(axis=0), dy.sum(axis=0)]
 
 
+# ---- attention ----------------------------------------------------------------------------------------------------
+
+
+def _scores(attrs: dict[str, Any], q: np.ndarray, k: np.ndarray, more: Arrays, dtype: Any) -> Arrays:
+    """Scores [b,m,n], and what ``score`` makes of them."""
+    _same("b", q.shape[0], k.shape[0])
+    _same("d", q.shape[2], k.shape[2])
+    scores = np.asarray(attrs.get("alpha", 1.0), dtype) * np.matmul(q, k.transpose(0, 2, 1))
+    if any(x.shape != scores.shape for x in more):
+        raise GraphError(f"operands of the score have shapes {[x.shape for x in more]}, expected {scores.shape}")
+    return [scores, np.broadcast_to(evaluate_expr(attrs["score"], [scores, *more], dtype)[0], scores.shape)]
+
+
+def _dropped(attrs: dict[str, Any], x: np.ndarray, more: Arrays, dtype: Any) -> np.ndarray:
+    return evaluate_expr(attrs["drop"], [x, *more], dtype)[0] if "drop" in attrs else x
+
+
+@_kind("attention", "q[b,m,d], k[b,n,d], v[b,n,e], x_i[b,m,n]... -> o[b,m,e], peak[b,m], mass[b,m]")
+def _attention(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """``o = drop(softmax(score(alpha q kT))) v``; peak and mass are the rows' maxima and sums of exponentials."""
+    q, k, v, *more = x
+    seen = _scores(attrs, q, k, more, dtype)[1]
+    peak = seen.max(axis=2)
+    with np.errstate(invalid="ignore"):
+        e = np.exp(seen - peak[..., None])
+    mass = e.sum(axis=2)
+    return [np.matmul(_dropped(attrs, e / mass[..., None], more, dtype), v), peak, mass]
+
+
+@_kind("attention_grad", "q, k, v, o, peak[b,m], mass[b,m], do[b,m,e], x_i[b,m,n]... -> dq, dk, dv")
+def _attention_grad(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """The chain rule through ``attention``, with the probabilities made again from peak and mass."""
+    q, k, v, o, peak, mass, do, *more = x
+    scores, seen = _scores(attrs, q, k, more, dtype)
+    p = np.exp(seen - peak[..., None]) / mass[..., None]
+    do = np.asarray(attrs.get("beta", 1.0), dtype) * do
+    dp = _dropped(attrs, np.matmul(do, v.transpose(0, 2, 1)), more, dtype)
+    dt = p * (dp - (o * do).sum(axis=2)[..., None])
+    ds = evaluate_expr(attrs["grad"], [dt, *more, scores], dtype)[0] if "grad" in attrs else dt
+    alpha = np.asarray(attrs.get("alpha", 1.0), dtype)
+    dv = np.matmul(_dropped(attrs, p, more, dtype).transpose(0, 2, 1), do)
+    return [alpha * np.matmul(ds, k), alpha * np.matmul(ds.transpose(0, 2, 1), q), dv]
+
+
 # ---- losses -------------------------------------------------------------------------------------------------------
 
 

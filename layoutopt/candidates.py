@@ -1,7 +1,8 @@
 """Candidate layouts: the few layouts that each storage of a graph may be materialised in.
 
 A storage's candidates come from the operations that touch it. Every contraction proposes, in the shape it sees, the
-layouts that its kernels like: column and row panels, R-Tiles, the transposed order; every convolution proposes images
+layouts that its kernels like: column and row panels, R-Tiles, the transposed order; attention does the same for its
+queries, keys, values and their gradients; every convolution proposes images
 with channels last or in blocks, and weights with input or output channels last. A proposal is pulled back through the
 operand's view to the storage's own shape, and dropped where the view would tear a tile. Point-by-point operations
 (pointwise, softmax, normalisation and their gradients) pass proposals on between their full-size operands, so that a
@@ -11,7 +12,7 @@ a cap; row-major is always first. Integers, small tensors and vectors stay row-m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -120,9 +121,8 @@ def candidates(graph: TrainingGraph, rules: Rules) -> dict[str, tuple[Layout, ..
     votes: dict[str, dict[Layout, float]] = {name: {} for name in storages}
     flexible = {name for name, s in storages.items() if _is_flexible(s, rules)}
     for op in graph.ops:
-        if op.kind != "contraction" and op.kind not in _CONVOLUTIONS:
-            continue
-        for position, operand in enumerate(op.operands):
+        for position in _proposing(op):
+            operand = op.operands[position]
             name = graph.storage_of[operand.tensor]
             if name in flexible:
                 for layout, worth in _pulled_back(graph, operand, storages[name], rules, _proposes(op, position)):
@@ -139,6 +139,15 @@ def candidates(graph: TrainingGraph, rules: Rules) -> dict[str, tuple[Layout, ..
 
 def _is_flexible(storage: Storage, rules: Rules) -> bool:
     return storage.dtype == "float32" and len(storage.shape) > 1 and prod(storage.shape) >= rules.small_elems
+
+
+def _proposing(op: Op) -> Iterable[int]:
+    """Positions of the operands for which an op proposes layouts."""
+    if op.kind == "attention":
+        return (0, 1, 2, len(op.inputs))
+    if op.kind == "attention_grad":
+        return (0, 1, 2, 3, 6, *range(len(op.inputs), len(op.operands)))
+    return range(len(op.operands)) if op.kind == "contraction" or op.kind in _CONVOLUTIONS else ()
 
 
 def _proposes(op: Op, position: int) -> Propose:

@@ -27,6 +27,10 @@ nll_loss_grad         dloss[], target[n], weight[] → dlogp[n,c]              `
 cross_entropy         logits[n,c], target[n] → loss[], lse[n], weight[]      ``ignore_index``
 cross_entropy_grad    dloss[], logits[n,c], target[n], lse[n], weight[] → dlogits[n,c]   ``ignore_index``
 concat                x_i[o,n_i,i] → y[o,n,i]                                ``starts``: where each part begins on the
+attention             q[b,m,d], k[b,n,d], v[b,n,e], x_i[b,m,n]… →           ``alpha``; ``score``, ``drop``: Exprs, see
+                      o[b,m,e], peak[b,m], mass[b,m]                         below
+attention_grad        q, k, v, o, peak, mass, do[b,m,e], x_i[b,m,n]… →       as attention; ``grad``: an Expr;
+                      dq[b,m,d], dk[b,n,d], dv[b,n,e]                        ``beta`` (float): do counts so often
                                                                              middle axis; what no part covers is 0
 iota                  → y[n]                                                 ``start``, ``step``
 conv                  x[n,c,h,w], w[o,c/groups,kh,kw] → y[n,o,oh,ow]         ``stride``, ``padding``, ``dilation``
@@ -38,7 +42,12 @@ conv_grad_weight      dy[n,o,oh,ow], x[n,c,h,w] → dw[o,c/groups,kh,kw]       a
 A convolution is a cross-correlation, as in torch: ``y[n,o,i,j] = Σ x[n,c,i*sh + a*dh - ph,j*sw + b*dw - pw] *
 w[o,c,a,b]``, where what lies outside ``x`` is 0. Its bias is a pointwise addition of its own; one axis only is h = 1.
 
-``weight`` of the losses is the number of targets that are not ignored (float). An op whose ``inplace`` maps output i
+Attention, with ``s = alpha * q·kᵀ`` and ``t = score(s, x…)``: ``p = softmax(t)`` along the keys, ``o = drop(p, x…)·v``.
+``peak`` is each row's largest t and ``mass`` the sum of ``exp(t - peak)``; one number instead (the logarithm of the sum)
+could not hold a wholly masked row, where t is the most negative float. ``drop`` multiplies its input 0 by a number; it
+is absent where there is no dropout. The gradient makes s, t and p again; ``grad(dt, x…, s)`` is ds, absent where it is
+dt itself.
+
 to input j writes output i into input j's storage: the optimizer's updates are pointwise ops of phase "update" whose
 outputs alias the parameter and its state.
 
@@ -80,6 +89,7 @@ KINDS = frozenset(
 
 
 @dataclass(frozen=True)
+        *("attention", "attention_grad"),
 class Tensor:
     """A value of the step.
 

@@ -31,7 +31,7 @@ __all__ = ["STRATEGIES", "assign", "plan", "plan_all", "tabulate", "validate"]
 STRATEGIES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
 """What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
 
-_REDUCTIONS = frozenset(("contraction",))
+_REDUCTIONS = frozenset(("contraction", "attention", "attention_grad"))
 
 
 def tabulate(
@@ -217,7 +217,7 @@ def _starts(tables: Tables) -> Iterable[Assignment]:
 
 
 def _reductions_fed(tables: Tables) -> list[int]:
-    """Per storage, the contractions that read it, for activations; 0 for parameters, gradients and the rest."""
+    """Per storage, how many contractions and attentions read it, for activations; 0 for everything else."""
     graph = tables.graph
     out = [0] * len(tables.names)
     for op in graph.ops:

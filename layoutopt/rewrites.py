@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
+from layoutopt.rewrite_attention import fuse_attention
 
 __all__ = ["ALWAYS", "OPTIONAL", "REWRITES", "Rewrite", "alternatives", "origin_of", "planned_graph", "rewritten"]
 
 Rewrite = Callable[[TrainingGraph], TrainingGraph]
 
-REWRITES: dict[str, Rewrite] = {}
+REWRITES: dict[str, Rewrite] = {"attention": fuse_attention}
 """By name, in the order in which they are applied."""
 
 ALWAYS: tuple[str, ...] = ()

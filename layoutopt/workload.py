@@ -25,6 +25,11 @@ def op_flops(graph: TrainingGraph, op: Op) -> int:
         weight = shapes[{"conv": 1, "conv_grad_input": 1, "conv_grad_weight": 2}[op.kind]]
         result = shapes[2 if op.kind == "conv" else 0]
         return 2 * prod(result) * prod(weight[1:])
+    if op.kind in ("attention", "attention_grad"):
+        (_, m, d), (b, n, _), (_, _, e) = shapes[:3]
+        programs = sum(len(value.code) for key, value in op.attrs.items() if key in ("score", "drop", "grad"))
+        products = d + e if op.kind == "attention" else 3 * d + 2 * e
+        return b * m * n * (2 * products + _PER_ELEMENT["softmax"] + programs)
     if op.kind == "pointwise":
         return prod(shapes[-1]) * len(op.attrs["expr"].code)
     if op.kind in ("reduce", "scatter_add"):
