@@ -26,11 +26,11 @@ nll_loss              logp[n,c], target[n] → loss[], weight[]                `
 nll_loss_grad         dloss[], target[n], weight[] → dlogp[n,c]              ``ignore_index``
 cross_entropy         logits[n,c], target[n] → loss[], lse[n], weight[]      ``ignore_index``
 cross_entropy_grad    dloss[], logits[n,c], target[n], lse[n], weight[] → dlogits[n,c]   ``ignore_index``
-concat                x_i[o,n_i,i] → y[o,n,i]                                ``starts``: where each part begins on the
 attention             q[b,m,d], k[b,n,d], v[b,n,e], x_i[b,m,n]… →           ``alpha``; ``score``, ``drop``: Exprs, see
                       o[b,m,e], peak[b,m], mass[b,m]                         below
 attention_grad        q, k, v, o, peak, mass, do[b,m,e], x_i[b,m,n]… →       as attention; ``grad``: an Expr;
                       dq[b,m,d], dk[b,n,d], dv[b,n,e]                        ``beta`` (float): do counts so often
+concat                x_i[o,n_i,i] → y[o,n,i]                                ``starts``: where each part begins on the
                                                                              middle axis; what no part covers is 0
 iota                  → y[n]                                                 ``start``, ``step``
 conv                  x[n,c,h,w], w[o,c/groups,kh,kw] → y[n,o,oh,ow]         ``stride``, ``padding``, ``dilation``
@@ -48,6 +48,7 @@ could not hold a wholly masked row, where t is the most negative float. ``drop``
 is absent where there is no dropout. The gradient makes s, t and p again; ``grad(dt, x…, s)`` is ds, absent where it is
 dt itself.
 
+``weight`` of the losses is the number of targets that are not ignored (float). An op whose ``inplace`` maps output i
 to input j writes output i into input j's storage: the optimizer's updates are pointwise ops of phase "update" whose
 outputs alias the parameter and its state.
 
@@ -84,12 +85,12 @@ KINDS = frozenset(
         *("layer_norm", "layer_norm_grad", "layer_norm_affine"),
         *("nll_loss", "nll_loss_grad", "cross_entropy", "cross_entropy_grad"),
         *("conv", "conv_grad_input", "conv_grad_weight"),
+        *("attention", "attention_grad"),
     }
 )
 
 
 @dataclass(frozen=True)
-        *("attention", "attention_grad"),
 class Tensor:
     """A value of the step.
 
