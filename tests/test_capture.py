@@ -35,26 +35,15 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def bert(implementation: str = "sdpa", batch: int = 3, seq: int = 13) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    import transformers as hf
+    from tests import small_models
 
     torch.manual_seed(1)
-    config = hf.BertConfig(
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        vocab_size=101,
-        max_position_embeddings=40,
-        num_labels=3,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation=implementation,
-    )
+    module = small_models.bert(attn_implementation=implementation)
     mask = torch.ones(batch, seq, dtype=torch.long)
     mask[1, seq // 2 :] = 0
     mask[2, 3:] = 0
     ids = torch.randint(1, 101, (batch, seq)) * mask
-    return hf.BertForSequenceClassification(config), {
+    return module, {
         "input_ids": ids,
         "attention_mask": mask,
         "token_type_ids": torch.randint(0, 2, (batch, seq)),
@@ -63,24 +52,12 @@ def bert(implementation: str = "sdpa", batch: int = 3, seq: int = 13) -> tuple[n
 
 
 def vit(implementation: str = "sdpa") -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    import transformers as hf
+    from tests import small_models
 
     torch.manual_seed(2)
-    config = hf.ViTConfig(
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        image_size=8,
-        patch_size=2,
-        num_channels=3,
-        num_labels=10,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation=implementation,
-    )
+    module = small_models.vit(num_channels=3, attn_implementation=implementation)
     batch = {"pixel_values": torch.randn(3, 3, 8, 8), "labels": torch.randint(0, 10, (3,))}
-    return hf.ViTForImageClassification(config), batch
+    return module, batch
 
 
 MODELS: dict[str, Callable[..., Any]] = {"bert": bert, "vit": vit}

@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification, ViTConfig, ViTForImageClassification
 
 from costmodel.device import load as load_model
 from costmodel.model import CostModel
@@ -32,6 +30,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import AdamW, hyper_values
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
+from tests import small_models
 from tests.plans import any_of, first, mixed, naive_plan, r_tile, row_major
 
 pytestmark = pytest.mark.peer
@@ -39,15 +38,6 @@ pytestmark = pytest.mark.peer
 BATCH, SEQUENCE, STEPS = 3, 13, 5
 OPTIMIZER = AdamW(lr=1e-3)
 TOLERANCE = 1e-4
-SIZES: dict[str, Any] = {
-    "hidden_size": 60,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 96,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
 Batch = dict[str, torch.Tensor]
 
 
@@ -80,11 +70,11 @@ def image_batch(generator: torch.Generator) -> Batch:
 
 
 def bert() -> torch.nn.Module:
-    return BertForSequenceClassification(BertConfig(vocab_size=97, max_position_embeddings=32, num_labels=3, **SIZES))
+    return small_models.bert(vocab_size=97, max_position_embeddings=32)
 
 
 def vit() -> torch.nn.Module:
-    return ViTForImageClassification(ViTConfig(image_size=12, patch_size=3, num_channels=1, num_labels=5, **SIZES))
+    return small_models.vit(image_size=12, patch_size=3, num_labels=5)
 
 
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[torch.Generator], Batch]]] = {

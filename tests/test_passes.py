@@ -443,44 +443,24 @@ def test_random_graphs(graph: TrainingGraph) -> None:
 
 def bert() -> tuple[Any, dict[str, Any]]:
     import torch
-    from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        vocab_size=101,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-        num_labels=3,
-    )
+    from tests import small_models
+
     batch = {
         "input_ids": torch.zeros((3, 13), dtype=torch.long),
         "attention_mask": torch.ones((3, 13), dtype=torch.long),
         "labels": torch.zeros(3, dtype=torch.long),
     }
-    return BertForSequenceClassification(config), batch
+    return small_models.bert(), batch
 
 
 def vit() -> tuple[Any, dict[str, Any]]:
     import torch
-    from transformers import ViTConfig, ViTForImageClassification
 
-    config = ViTConfig(
-        hidden_size=60,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        image_size=8,
-        patch_size=2,
-        num_channels=1,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-        num_labels=10,
-    )
+    from tests import small_models
+
     batch = {"pixel_values": torch.zeros(3, 1, 8, 8), "labels": torch.zeros(3, dtype=torch.long)}
-    return ViTForImageClassification(config), batch
+    return small_models.vit(), batch
 
 
 @pytest.mark.peer

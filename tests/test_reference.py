@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
@@ -12,20 +10,10 @@ from layoutopt.errors import GraphError
 from layoutopt.expr import ARITY, evaluate_expr
 from layoutopt.graph import KINDS, Expr, Op, Operand, Tensor, TrainingGraph
 from layoutopt.view import Step, View
+from tests.numeric import numeric_gradient
 
 RNG = np.random.default_rng(5)
 M, K = 7, 5
-
-
-def numeric_gradient(f: Callable[[np.ndarray], float], x: np.ndarray, step: float = 1e-6) -> np.ndarray:
-    """Central differences of a scalar function."""
-    out = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        high, low = x.copy(), x.copy()
-        high[index] += step
-        low[index] -= step
-        out[index] = (f(high) - f(low)) / (2 * step)
-    return out
 
 
 def close(got: np.ndarray, expected: np.ndarray) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from kernels.reference import evaluate
 from layoutopt.errors import GraphError
+from tests.numeric import numeric_gradient
 
 RNG = np.random.default_rng(11)
 
@@ -38,16 +39,6 @@ def definition(x: np.ndarray, w: np.ndarray, attrs: dict) -> np.ndarray:
     return y
 
 
-def numeric(f, x: np.ndarray, step: float = 1e-5) -> np.ndarray:
-    out = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        high, low = x.copy(), x.copy()
-        high[index] += step
-        low[index] -= step
-        out[index] = (f(high) - f(low)) / (2 * step)
-    return out
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_convolution_and_its_gradients(case: str) -> None:
     x_shape, w_shape, attrs = CASES[case]
@@ -58,8 +49,12 @@ def test_convolution_and_its_gradients(case: str) -> None:
     dy = RNG.normal(size=y.shape)
     (dx,) = evaluate("conv_grad_input", attrs, [dy, w], [x_shape])
     (dw,) = evaluate("conv_grad_weight", attrs, [dy, x], [w_shape])
-    np.testing.assert_allclose(dx, numeric(lambda v: (definition(v, w, attrs) * dy).sum(), x), rtol=1e-6, atol=1e-8)
-    np.testing.assert_allclose(dw, numeric(lambda v: (definition(x, v, attrs) * dy).sum(), w), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(
+        dx, numeric_gradient(lambda v: (definition(v, w, attrs) * dy).sum(), x, 1e-5), rtol=1e-6, atol=1e-8
+    )
+    np.testing.assert_allclose(
+        dw, numeric_gradient(lambda v: (definition(x, v, attrs) * dy).sum(), w, 1e-5), rtol=1e-6, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize(
