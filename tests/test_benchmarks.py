@@ -14,7 +14,7 @@ SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
 
 
 def test_there_are_benchmarks():
-    assert {"gemm.py", "minilm.py", "strategies.py"} <= set(SCRIPTS)
+    assert {"gemm.py", "minilm.py", "step.py", "strategies.py"} <= set(SCRIPTS)
 
 
 @pytest.mark.device

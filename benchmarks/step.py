@@ -1,0 +1,332 @@
+"""Whole training steps beside PyTorch and tinygrad: the works of ``benchmarks/works.py``, same weights, same batches.
+
+    python benchmarks/step.py [--works A,B,…] [--device SEL] [--peers eager,compile,cudagraphs,tinygrad] [--json OUT]
+
+Every contender is a process of its own (its threads, allocator and memory are its own), and they step in turn, another
+one first in each round. Ours runs a plan for the device at hand, from a calibration made now for ``--calibration``
+seconds, this user's stored one, or ``--device-model FILE`` (which is added to when ``--calibration`` is given too).
+PyTorch runs on its GPU where our device is a GPU, else on the CPU; both upload their batch at every step. The first
+three losses must be PyTorch's (eager) to 1e-4, or the run is marked WRONG and the exit code is 1.
+
+A turn is ``--burst`` steps waited for once: 1 on a CPU; 10 on a GPU, where the host may run ahead, with one step before
+them that is not counted. Printed are medians of a step, quartiles, and ours over each peer (quartiles of the ratios of
+one round in brackets); peak memory (CPU: growth of resident memory over the imports; GPU: our arena, PyTorch's
+allocator's peak); launches, the time until a step is enqueued, and the sum of the kernels of one step.
+
+``--graphs DIR`` and ``--plans DIR`` keep NAME.graph and NAME.json and take them from there when they are of the work;
+on a machine that cannot capture, carry them. ``--smoke`` runs one tiny work untimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.contenders.wire import Child, ContenderError, run_once
+from benchmarks.works import WORKS, Work
+from layoutopt.errors import LayoutOptError
+from layoutopt.files import check_folder, check_target, write_atomic
+
+TOLERANCE = 1e-4
+CHECKED = 3
+WARM = 3
+"""Steps after those checked, before anything is timed: allocators and recorded graphs have settled."""
+PEERS = ("eager", "compile", "cudagraphs", "tinygrad")
+START_S, COMPILE_S, STEP_S = 900.0, 2400.0, 900.0
+
+
+def say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Contest:
+    """One work: its contenders' processes and what they answered."""
+
+    def __init__(self, work: Work, args: argparse.Namespace, folder: Path) -> None:
+        self.work, self.args, self.folder = work, args, folder
+        self.graph = (args.graphs or folder) / f"{work.name}.graph"
+        self.plan = (args.plans or folder) / f"{work.name}.json"
+        self.spec: dict[str, Any] = {
+            "work": work.name,
+            "device": args.device,
+            "graph": str(self.graph),
+            "plan": str(self.plan),
+            "weights": str(folder / "weights.npz"),
+            "device_model": args.device_model,
+            "calibration_s": args.calibration,
+            "reuse_plan": args.plans is not None,
+            "strategy": args.strategy,
+            "time_limit_s": args.time_limit,
+        }
+        self.children: dict[str, Child] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Prepare, check, measure; what was found as plain containers."""
+        work, args = self.work, self.args
+        say(f"{work.name}: {work.text}, {work.size}: preparing")
+        began = time.perf_counter()
+        made = run_once("benchmarks.contenders.prepare", [json.dumps(self.spec)], START_S + 10 * args.calibration)
+        plan = made.pop("plan")
+        say(f"  plan {plan['strategy']} {plan['status']}, predicted {plan['predicted_s'] * 1e3:.2f} ms")
+        self.spec["torch_device"] = "cuda" if made["cuda"] and args.gpu else "cpu"
+        names = [p for p in args.peers if p != "cudagraphs" or self.spec["torch_device"] == "cuda"]
+        load = [round(os.getloadavg()[0], 2)]
+        try:
+            self._start(["ours", *names])
+            self._measure()
+        finally:
+            for child in self.children.values():
+                child.close()
+        load.append(round(os.getloadavg()[0], 2))
+        self._compare()
+        return {
+            "work": work.name,
+            "text": work.text,
+            "size": work.size,
+            "plan": plan,
+            **made,
+            "torch_device": self.spec["torch_device"],
+            "burst": args.burst,
+            "load_average": load,
+            "seconds": time.perf_counter() - began,
+            "contenders": self.rows,
+        }
+
+    def _start(self, names: list[str]) -> None:
+        """Start and check; on a GPU all at once, since compiling keeps the host's cores busy and not the device."""
+        together = self.spec["torch_device"] == "cuda"
+        for group in [names] if together else [[name] for name in names]:
+            for name in group:
+                self.rows[name] = {}
+                self._guarded(name, lambda name=name: self.children.update({name: self._child(name)}))
+            for name in group:
+                self._guarded(name, lambda name=name: self._ready(name))
+            for name in group:
+                self._guarded(name, lambda name=name: self.children[name].send("losses", count=CHECKED))
+            for name in group:
+                self._guarded(name, lambda name=name: self._checked(name))
+
+    def _guarded(self, name: str, action: Any) -> None:
+        """A contender that fails is left out, and said to be."""
+        if "error" in self.rows[name]:
+            return
+        try:
+            action()
+        except (ContenderError, OSError) as error:
+            say(f"  {name}: {error}")
+            self.rows[name]["error"] = str(error)
+            child = self.children.pop(name, None)
+            if child is not None:
+                child.close()
+
+    def _child(self, name: str) -> Child:
+        log = self.folder / f"{name}.log"
+        if name == "ours":
+            return Child("benchmarks.contenders.ours", self.spec, log)
+        if name == "tinygrad":
+            python = self.args.tinygrad_python or sys.executable
+            environment = {"DEV": "CL", "CL_VISIBLE": str(self.args.device_index)}
+            return Child("benchmarks.contenders.tinygrad_peer", self.spec, log, python, environment)
+        return Child("benchmarks.contenders.torch_peer", {**self.spec, "mode": name}, log)
+
+    def _ready(self, name: str) -> None:
+        self.rows[name]["built_s"] = self.children[name].answer(START_S)["built_s"]
+
+    def _checked(self, name: str) -> None:
+        child = self.children[name]
+        begin = time.perf_counter()
+        self.rows[name]["losses"] = child.answer(COMPILE_S)["losses"]
+        self.rows[name]["first_steps_s"] = time.perf_counter() - begin
+        say(f"  {name}: losses {', '.join(f'{x:.6f}' for x in self.rows[name]['losses'])}")
+
+    def _measure(self) -> None:
+        """Rounds of turns, then what each reports of itself."""
+        args = self.args
+        for name in list(self.children):
+            self._guarded(name, lambda name=name: self._warm(name))
+            self.rows[name]["seconds"] = []
+        began = time.perf_counter()
+        for number in range(args.rounds):
+            names = list(self.children)
+            first = number % max(len(names), 1)
+            for name in names[first:] + names[:first]:
+                self._guarded(name, lambda name=name: self._turn(name))
+            if number >= 2 and time.perf_counter() - began > args.budget:
+                break
+        for name in list(self.children):
+            self._guarded(
+                name, lambda name=name: self.rows[name].update(self.children[name].ask("report", STEP_S)["report"])
+            )
+
+    def _warm(self, name: str) -> None:
+        self.children[name].ask("burst", STEP_S, count=WARM)
+        self.children[name].ask("steady", STEP_S)
+
+    def _turn(self, name: str) -> None:
+        burst = self.args.burst
+        time.sleep(self.args.pause)  # threads of the one before stop spinning
+        if burst > 1:
+            self.children[name].ask("burst", STEP_S, count=1)
+        self.rows[name]["seconds"].append(self.children[name].ask("burst", STEP_S, count=burst)["seconds"] / burst)
+
+    def _compare(self) -> None:
+        """Losses beside the reference's, medians, ratios."""
+        reference = next((self.rows[n] for n in ("eager", "compile") if self.rows.get(n, {}).get("losses")), None)
+        ours = self.rows["ours"]
+        for name, row in self.rows.items():
+            if reference is not None and row.get("losses"):
+                pairs = zip(row["losses"], reference["losses"], strict=True)
+                row["loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
+                row["correct"] = row["loss_error"] <= TOLERANCE  # False where a loss is NaN
+            times = row.get("seconds") or []
+            if not times:
+                continue
+            row["median_s"], row["least_s"] = statistics.median(times), min(times)
+            row["quartiles_s"] = _quartiles(times)
+            if name != "ours" and ours.get("seconds"):
+                row["ours_over_it"] = statistics.median(ours["seconds"]) / row["median_s"]
+                paired = [a / b for a, b in zip(ours["seconds"], times, strict=False)]
+                row["paired_quartiles"] = _quartiles(paired)
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    if len(values) < 2:
+        return [values[0], values[0]]
+    low, _, high = statistics.quantiles(values, n=4)
+    return [low, high]
+
+
+def table(found: dict[str, Any]) -> str:
+    """A work's contenders as text."""
+    load = " → ".join(f"{x:.1f}" for x in found["load_average"])
+    lines = [f"{found['work']}  {found['text']}, {found['size']}; load average {load}"]
+    lines.append(
+        f"  {'':11}{'ms':>10}{'quartiles':>19}{'ours/it':>9}{'paired':>13}{'peak MB':>9}{'launches':>9}{'host ms':>9}"
+        f"{'kernels ms':>11}{'loss error':>11}"
+    )
+    for name, row in found["contenders"].items():
+        if "error" in row:
+            lines.append(f"  {name:11} {row['error'][:150]}")
+            continue
+        low, high = row["quartiles_s"]
+        paired = row.get("paired_quartiles")
+        lines.append(
+            f"  {name:11}{row['median_s'] * 1e3:10.2f}"
+            f"{f'{low * 1e3:.2f}–{high * 1e3:.2f}':>19}"
+            + _number(row.get("ours_over_it"), 9, ".3f")
+            + (f"{f'{paired[0]:.2f}–{paired[1]:.2f}':>13}" if paired else f"{'':13}")
+            + _number(row.get("peak_bytes"), 9, ".0f", 1e-6)
+            + _number(row.get("launches"), 9, "d")
+            + _number(row.get("host_s"), 9, ".2f", 1e3)
+            + _number(row.get("kernels_s"), 11, ".2f", 1e3)
+            + _number(row.get("loss_error"), 11, ".1e")
+            + ("" if row.get("correct", True) else "  WRONG")
+        )
+    return "\n".join(lines)
+
+
+def _number(value: float | None, width: int, form: str, scale: float = 1) -> str:
+    if value is None:
+        return " " * width
+    return f"{format(value if scale == 1 else value * scale, form):>{width}}"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "pyopencl", "numpy", "triton"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def arguments() -> argparse.Namespace:
+    """Of the command line, checked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--works", default="A,B,C,D", help=", ".join(f"{w.name}: {w.text}" for w in WORKS.values()))
+    parser.add_argument("--peers", default="eager,compile,cudagraphs", help="; cudagraphs only with CUDA")
+    parser.add_argument("--device", help="index or part of 'platform version | name'")
+    parser.add_argument("--device-model", help="file; with --calibration it is added to, or made")
+    parser.add_argument("--calibration", type=float, metavar="SECONDS", help="60 unless a device model is given")
+    parser.add_argument("--strategy", default="ilp")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of the exact solver")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds of measuring a work, at least 3 rounds")
+    parser.add_argument("--burst", type=int, help="steps a turn")
+    parser.add_argument("--pause", type=float, default=0.05, help="seconds between turns")
+    parser.add_argument("--graphs", type=Path, metavar="DIR")
+    parser.add_argument("--plans", type=Path, metavar="DIR")
+    parser.add_argument("--tinygrad-python", help="interpreter of an environment that has tinygrad")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--smoke", action="store_true", help="tiny and untimed")
+    args = parser.parse_args()
+    if args.smoke:
+        args.works, args.peers, args.rounds, args.strategy, args.calibration = "tiny", "eager", 1, "greedy", 0.0
+    args.works = [w for w in args.works.split(",") if w]
+    args.peers = [p for p in args.peers.split(",") if p]
+    for what, given, known in (("work", args.works, WORKS), ("peer", args.peers, PEERS)):
+        for name in given:
+            if name not in known:
+                parser.error(f"unknown {what} {name!r}: choose among {', '.join(known)}")
+    if args.rounds < 1 or (args.burst is not None and args.burst < 1):
+        parser.error("--rounds and --burst count from 1")
+    if args.calibration is None:
+        args.calibration = 0.0 if args.device_model else 60.0
+    return args
+
+
+def main() -> int:
+    """Run every work, print, record."""
+    args = arguments()
+    from kernels.runtime import pick
+
+    try:
+        info = pick(args.device)
+        if args.json:
+            check_target(args.json)
+        for folder in (args.graphs, args.plans):
+            if folder is not None:
+                check_folder(folder)
+                folder.mkdir(parents=True, exist_ok=True)
+    except LayoutOptError as error:
+        print(f"step: {error}", file=sys.stderr)
+        return 2
+    args.gpu, args.device_index = info.limits.kind == "gpu", info.index
+    args.burst = args.burst or (10 if args.gpu and not args.smoke else 1)
+    print(f"device: {info.short}", flush=True)
+    found: list[dict[str, Any]] = []
+    for name in args.works:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="step-")))
+            try:
+                found.append(Contest(WORKS[name], args, folder).run())
+            except ContenderError as error:
+                print(f"{name}  {error}", flush=True)
+                found.append({"work": name, "error": str(error)})
+                continue
+        if not args.smoke:
+            print(table(found[-1]), flush=True)
+        if args.json:
+            record = {"benchmark": "step", "device": info.model_hash_fields, "cpus": os.cpu_count()}
+            write_atomic(args.json, json.dumps({**record, "versions": versions(), "works": found}, indent=1) + "\n")
+    right = [w for w in found if "error" not in w and w["contenders"]["ours"].get("correct")]
+    print(f"{len(right)} of {len(found)} works: losses equal to PyTorch's")
+    return 0 if len(right) == len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
