@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if args.smoke:
-        args.device, args.models, args.plans = args.device or [None], ["bert-tiny"], ["r-tile"]
+        args.device, args.models, args.plans = args.device or [None], ["gpt2-odd"], ["row-major"]
     infos = [pick(name) for name in args.device] if args.device else devices() or [pick()]
     runtimes = [Runtime(info) for info in infos]
     for info in infos:

@@ -68,12 +68,11 @@ def first(kernels: Iterator[Kernel]) -> Kernel | None:
 
 
 def any_of(seed: int) -> Callable[[Iterator[Kernel]], Kernel | None]:
-    """A random kernel among those that accept the layouts."""
-    rng = random.Random(seed)
+    """A random kernel among those that accept the layouts: the same one wherever op and layouts are the same."""
 
     def choose(kernels: Iterator[Kernel]) -> Kernel | None:
         found = list(kernels)
-        return rng.choice(found) if found else None
+        return random.Random(f"{seed} {found[0].key}").choice(found) if found else None
 
     return choose
 
