@@ -12,10 +12,11 @@ their shapes, and cheap: a planner asks for tens of thousands.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 
 from costmodel.launches import LaunchCounts, Machine, launch_counts
-from kernels.spec import Kernel
+from kernels.spec import Kernel, OpSpec
 
 __all__ = ["COMPUTE", "FEATURES", "LAUNCH", "MEMORY", "Machine", "features", "transcendentals"]
 
@@ -105,7 +106,11 @@ def _in_order(c: LaunchCounts) -> list[float]:
 
 def transcendentals(kernel: Kernel) -> float:
     """Evaluations of functions that are not one instruction, in exps, from the op's kind and its expression."""
-    spec = kernel.spec
+    return _exps(kernel.spec)
+
+
+@lru_cache(maxsize=1 << 12)
+def _exps(spec: OpSpec) -> float:
     elems = prod(spec.shapes[spec.inputs])
     if spec.kind == "pointwise":
         return elems * sum(_EXPS.get(op, 0.0) for op, *_ in spec.expr.code)

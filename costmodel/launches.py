@@ -97,7 +97,7 @@ def launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> LaunchCou
     if known is None:
         known = nest.memo[machine] = _Counted(nest, machine)
     parts = [
-        known.part(operand, kernel.launch_layout(launch, operand), 1 if kernel.operand_dtype(operand) == "bool" else 4)
+        known.part(operand, 1 if kernel.operand_dtype(operand) == "bool" else 4, kernel.launch_layout(launch, operand))
         for operand in known.operands
     ]
     return known.together(parts, kernel.spec.inputs, kernel.spec.inplace)
@@ -197,6 +197,8 @@ class _Counted:
         for position, placed in enumerate(self.placed):
             self.positions.setdefault(placed.bundle.access.operand, []).append(position)
         self.operands = tuple(self.positions)
+        by_operand = [position for positions in self.positions.values() for position in positions]
+        self.in_order = sorted(range(len(by_operand)), key=by_operand.__getitem__)
         self._kinds = self._accessed_alike()
         self._parts: dict[tuple[int, int, Layout], _Part] = {}
         self._orders: dict[tuple[int, tuple[tuple[int, int], ...]], _Order] = {}
@@ -221,8 +223,8 @@ class _Counted:
 
     # ---- one operand ------------------------------------------------------------------------------------------------
 
-    def part(self, operand: int, layout: Layout, item: int) -> _Part:
-        """What an operand adds in a layout, of elements of ``item`` bytes."""
+    def part(self, operand: int, item: int, layout: Layout) -> _Part:
+        """What an operand adds, of elements of ``item`` bytes, in a layout."""
         key = self._kinds[operand], item, layout
         found = self._parts.get(key)
         if found is None:
@@ -272,13 +274,10 @@ class _Counted:
     def together(self, parts: Sequence[_Part], inputs: int, inplace: tuple[tuple[int, int], ...]) -> LaunchCounts:
         """The launch, from the parts of ``operands``."""
         line = self.machine.line_bytes
-        requests = [0.0] * len(self.placed)
-        for positions, part in zip(self.positions.values(), parts, strict=True):
-            for position, lines in zip(positions, part.requests, strict=True):
-                requests[position] = lines
+        requests = [lines for part in parts for lines in part.requests]
         request_lines = 0.0
-        for lines in requests:
-            request_lines += lines
+        for position in self.in_order:
+            request_lines += requests[position]
         adds = tuple(map(sum, zip(*[part.adds for part in parts], strict=True)))
         order = self._orders.get((inputs, inplace)) or self._order(inputs, inplace)
         stored = [_merged([parts[i] for i in group]) for group in order.groups] if order.shared else parts

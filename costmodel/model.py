@@ -8,6 +8,7 @@ each: events do not see the time between kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from costmodel.cost import Cost
 from costmodel.device import DeviceModel
@@ -18,6 +19,7 @@ from kernels.spec import DeviceLimits, Kernel, OpSpec
 __all__ = ["CostModel", "kernel_kind", "spec_text"]
 
 
+@lru_cache(maxsize=1 << 12)
 def spec_text(spec: OpSpec) -> str:
     """An op spec for people and files: ``contraction [1,128,384] [1,384,384] -> [1,128,384]``.
 
@@ -33,6 +35,9 @@ def spec_text(spec: OpSpec) -> str:
 def kernel_kind(spec: OpSpec) -> str:
     """The op's kind for the fit: relayouts are their own."""
     return "relayout" if spec.kind == "pointwise" and not spec.expr.code else spec.kind
+
+
+_ROOFLINE = tuple(FEATURES.index(name) for name in ("flops", "request_lines", "memory_bytes"))
 
 
 class CostModel:
@@ -64,9 +69,7 @@ class CostModel:
         launched = self._launch_ns * len(kernel.launches)
         compute, memory, launch = self._items(kernel)
         # Hashing a kernel costs more than predicting it: look only where its variant was measured on its shapes.
-        if "named" not in kernel.memo:
-            kernel.memo["named"] = kernel.variant.label, spec_text(kernel.spec)
-        if kernel.memo["named"] in self._measured:
+        if self._measured and (kernel.variant.label, spec_text(kernel.spec)) in self._measured:
             found = self.model.measurements.get(kernel.key)
             if found is not None:
                 scale = found.time_ns / max(compute + memory + launch, 1e-9)
@@ -87,15 +90,15 @@ class CostModel:
         return max(self._roofline(values))
 
     def _roofline(self, values: Sequence[float]) -> tuple[float, float]:
-        by = dict(zip(FEATURES, values, strict=True))
-        near = by["request_lines"] * self.machine.line_bytes * self._ns_per_near_byte
-        return by["flops"] * self._ns_per_flop, max(by["memory_bytes"] * self._ns_per_memory_byte, near)
+        flops, request_lines, memory_bytes = (values[i] for i in _ROOFLINE)
+        near = request_lines * self.machine.line_bytes * self._ns_per_near_byte
+        return flops * self._ns_per_flop, max(memory_bytes * self._ns_per_memory_byte, near)
 
     def _items(self, kernel: Kernel) -> tuple[float, float, float]:
         # Kernels outlive cost models: a planner prices the same ones again after every calibration.
-        if self.machine not in kernel.memo:
-            kernel.memo[self.machine] = features(kernel, self.machine)
-        values = kernel.memo[self.machine]
+        values = kernel.memo.get(self.machine)
+        if values is None:
+            values = kernel.memo[self.machine] = features(kernel, self.machine)
         if self.model.constants:
             parts = predicted_ns(self.model.constants, _levels(kernel), values, FEATURES)
             compute = sum(parts.get(n, 0.0) for n in COMPUTE)

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["Access", "Data", "Index", "Loop", "Nest", "Phase", "Term", "at", "index", "var"]
 
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """``coef * (loop // div % mod)``; ``mod`` 0 means no remainder is taken."""
 
     loop: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 from kernels.families.common import decode_c, index_c, ndrange
@@ -158,7 +157,7 @@ def _substitute(place: Index, coords: tuple[Index, ...]) -> Index:
     out = Index(place.const)
     for term in place.terms:
         inner = coords[int(term.loop[1:])]
-        out += Index(inner.const * term.coef, tuple(replace(t, coef=t.coef * term.coef) for t in inner.terms))
+        out += Index(inner.const * term.coef, tuple(t._replace(coef=t.coef * term.coef) for t in inner.terms))
     return out
 
 
