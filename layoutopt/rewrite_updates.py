@@ -1,0 +1,129 @@
+"""Parameters are updated while the backward pass still runs, where that makes a step need less memory.
+
+As captured, every update stands at the end of the step, and every gradient lives until then. Updates may move up: to
+where their gradients exist, every reader of the parameter (and of whatever else they write) has run, and enough of them
+have gathered to be worth their launches, which a device shares among equal updates (``kernels/batch.py``). Order
+changes, nothing else: results are the same bit by bit.
+
+What it brings depends on where a step is fullest. Where that is at the loss, with all activations alive and no gradient
+yet (large batches), nothing is gained and the updates stay; where gradients pile up beyond that (large models, few
+tokens), they need not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from layoutopt.graph import Op, TrainingGraph
+from layoutopt.memory import Buffer, live_bytes
+
+__all__ = ["early_updates", "peak_bytes", "with_groups"]
+
+_GROUPS = (1, 2, 4, 8, 16, 32, 64)
+_WORTH = 0.01
+"""Part of a step's bytes that more groups of updates, hence more launches, must save."""
+
+
+def early_updates(graph: TrainingGraph) -> TrainingGraph:
+    """The graph with its updates moved up, in the fewest groups that need hardly more memory than the best would.
+
+    Args:
+        graph: views folded.
+
+    Returns:
+        A graph of the same ops in another order, or ``graph`` where that saves no memory worth the launches.
+    """
+    choices = [graph, *(with_groups(graph, groups) for groups in _GROUPS)]
+    peaks = [peak_bytes(choice) for choice in choices]
+    good = min(peaks) + _WORTH * peaks[0]
+    return next(choice for choice, peak in zip(choices, peaks, strict=True) if peak <= good)
+
+
+def peak_bytes(graph: TrainingGraph) -> int:
+    """Bytes alive at the fullest op, every storage row-major and alone: what the order of ops costs in memory."""
+    alive: dict[str, list[int]] = {}
+    for position, op in enumerate(graph.ops):
+        for operand in op.operands:
+            alive.setdefault(graph.storage_of[operand.tensor], [position, position])[1] = position
+    last = len(graph.ops) - 1
+    kept = {graph.storage_of[name] for name in graph.outputs}
+    buffers = []
+    for name, span in alive.items():
+        tensor = graph.tensors[name]
+        stays = tensor.role in ("parameter", "state", "constant")
+        first = 0 if stays or tensor.role == "input" else span[0]
+        final = last if stays or name in kept else span[1]
+        buffers.append(Buffer(name, tensor.size_elems * tensor.item_bytes, first, final))
+    return max(live_bytes(buffers, len(graph.ops)), default=0)
+
+
+def with_groups(graph: TrainingGraph, groups: int) -> TrainingGraph:
+    """The graph with its updates moved up in about ``groups`` groups.
+
+    Args:
+        graph: views folded.
+        groups: a group runs as soon as this part of the bytes that only updates free has gathered.
+    """
+    updates = [op for op in graph.ops if op.phase == "update"]
+    freed = _freed_bytes(graph, updates)
+    limit = sum(freed.values()) / groups
+    ready: dict[int, list[Op]] = defaultdict(list)
+    for op, position in zip(updates, _earliest(graph), strict=True):
+        ready[position].append(op)
+    ops: list[Op] = []
+    waiting: dict[str, Op] = {}
+
+    def flush() -> None:
+        ops.extend(op for op in updates if op.name in waiting)
+        waiting.clear()
+
+    for position, op in enumerate(graph.ops):
+        waiting |= {update.name: update for update in ready[position]}
+        if waiting and sum(freed[name] for name in waiting) >= limit:
+            flush()
+        if op.phase != "update":
+            ops.append(op)
+        elif op.name in waiting:
+            flush()  # not later than it stood: what follows may read its results
+    return graph if ops == list(graph.ops) else graph.with_ops(ops)
+
+
+def _freed_bytes(graph: TrainingGraph, updates: Sequence[Op]) -> dict[str, int]:
+    """By update, the bytes that nobody reads after it: a gradient counts once."""
+    last_reader = {
+        o.tensor: op.name
+        for op in graph.ops
+        for o in op.inputs
+        if graph.tensors[o.tensor].role in ("activation", "gradient") and o.tensor not in graph.outputs
+    }
+    out = {op.name: 0 for op in updates}
+    for tensor, op in last_reader.items():
+        if op in out:
+            out[op] += graph.tensors[tensor].size_elems * graph.tensors[tensor].item_bytes
+    return out
+
+
+def _earliest(graph: TrainingGraph) -> list[int]:
+    """By update, in order, the position in ``graph.ops`` before which it can run at the earliest.
+
+    It stays behind what writes a storage that it touches, and behind what reads one that it writes. Another update
+    counts where it may have moved to: the order between them stays, since both wait for the same places to pass.
+    """
+    storage_of = graph.storage_of
+    written: dict[str, int] = {}
+    read: dict[str, int] = {}
+    out: list[int] = []
+    for position, op in enumerate(graph.ops):
+        reads = {storage_of[o.tensor] for o in op.inputs}
+        writes = {storage_of[o.tensor] for o in op.outputs}
+        behind = position + 1
+        if op.phase == "update":
+            places = [written.get(s, 0) for s in reads | writes] + [read.get(s, 0) for s in writes]
+            behind = max(places, default=0)
+            out.append(behind)
+        for s in writes:
+            written[s] = max(written.get(s, 0), behind)
+        for s in reads:
+            read[s] = max(read.get(s, 0), behind)
+    return out
