@@ -1,11 +1,21 @@
-"""Contraction kernels beside torch.matmul (numpy where torch is missing), per shape, layout and variant.
+"""Contraction kernels beside the device's best matrix product, per shape, layout and variant.
 
-    python benchmarks/gemm.py [--device NAME] [--cases TEXT] [--rounds N] [--json FILE] [--smoke]
+    python benchmarks/gemm.py [--squares] [--device NAME] [--budget SECONDS] [--json FILE] [--smoke]
 
-Every variant that accepts a case's layouts is run in turn with the peer, round after round, so that what disturbs the
-machine disturbs all of them. Kernel times are device events; the peer is timed by the host around a call on row-major
-(or transposed) float32 tensors. Medians with the spread between the quartiles. ``--smoke`` runs a few tiny cases once
-and judges nothing but that they run.
+Peers: on a GPU cuBLAS through torch (TF32 off), on a CPU MKL through torch (numpy where torch is missing) and CLBlast
+on the same OpenCL device where its library is found. Without options the shapes are those of a small transformer's
+step; ``--squares`` takes Y = X·W, dX = G·Wᵀ and dW = Xᵀ·G of 512³ to 4096³ (``--sizes``), W stored alike in all three.
+
+Every variant that accepts a case's layouts runs in turn with the peers, round after round, so that what disturbs the
+machine disturbs all of them. With ``--budget`` the seconds are shared among the cases: kernels are built and run once,
+those that the device model promises most of first (``--device-model``, else generic facts), layout by layout, until
+half of a case's share is used; the ``--keep`` best of each layout then run in rounds for the other half. What was never
+built is counted in the table's title.
+
+Times are of one launch by its events, and the mean over 10 launches back to back, enqueued behind a gate, from the
+first start to the last end. cuBLAS is timed by CUDA events around a CUDA graph of 10 calls, a CPU's peers by the host
+around a call. Ratios: back to back on a GPU, single on a CPU. A sample of every result is checked against float64.
+``--smoke`` runs a few tiny cases once and judges nothing but that.
 """
 
 from __future__ import annotations
@@ -16,6 +26,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median, quantiles
@@ -26,13 +37,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kernels.runtime import DeviceInfo, pick
-from kernels.spec import OpSpec
-from kernels.testing import PreparedKernel
+from benchmarks.contenders.gemm_peers import BURST, Operands, peers_of
+from costmodel.device import load
+from costmodel.model import CostModel
+from kernels.runtime import DeviceInfo, Runtime, pick
+from kernels.source import program_source
+from kernels.spec import Kernel, OpSpec
+from kernels.testing import BoundKernel
 from kernels.variants import kernels_for
-from layoutopt.errors import LayoutOptError
-from layoutopt.files import write_atomic
+from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.files import check_target, write_atomic
 from layoutopt.layout import Layout
+from layoutopt.models import uncalibrated
 
 Shape = tuple[int, int, int, int]  # batch, m, k, n
 Make = Callable[[tuple[int, ...]], Layout]
@@ -44,6 +60,11 @@ class Case(NamedTuple):
     name: str
     shape: Shape
     turned: str = ""
+
+    @property
+    def flops(self) -> int:
+        b, m, k, n = self.shape
+        return 2 * b * m * k * n
 
 
 CASES = (
@@ -62,7 +83,9 @@ CASES = (
     Case("digits scores", (256, 17, 16, 17), "b"),
     Case("digits context", (256, 17, 17, 16)),
 )
-SMOKE = (Case("tiny", (2, 13, 20, 18)), Case("tiny dX", (1, 9, 16, 12), "b"))
+SMOKE = (Case("tiny", (2, 13, 20, 18)), Case("tiny dX", (1, 9, 16, 12), "b"), Case("tiny dW", (1, 9, 16, 12), "a"))
+KINDS = {"Y": "", "dX": "b", "dW": "a"}
+SIZES = (512, 1024, 2048, 4096)
 
 
 def tiles(tr: int, tc: int, inner: str = "row") -> Make:
@@ -75,6 +98,7 @@ LAYOUTS: dict[str, Make] = {
     "R-Tile 8x4 col": tiles(8, 4, "col"),
     "R-Tile 4x16": tiles(4, 16),
     "R-Tile 16x16": tiles(16, 16),
+    "R-Tile 32x4": tiles(32, 4),
 }
 
 
@@ -90,74 +114,157 @@ def layouts_of(case: Case, make: Make) -> tuple[Layout, ...]:
     return operand("a", m, k), operand("b", k, n), operand("c", m, n)
 
 
-def peer(case: Case, a: np.ndarray, b: np.ndarray) -> tuple[str, Callable[[], Any]]:
-    """The peer's name and a call of it on operands stored as the case says."""
-    stored = [x.swapaxes(1, 2).copy() if name in case.turned else x for name, x in (("a", a), ("b", b))]
-    try:
-        import torch
-    except ImportError:
-        x, y = (s.swapaxes(1, 2) if name in case.turned else s for name, s in zip("ab", stored, strict=True))
-        return "numpy", lambda: np.matmul(x, y)
-    left, right = (torch.from_numpy(s) for s in stored)
-    left, right = (t.mT if name in case.turned else t for name, t in (("a", left), ("b", right)))
-    return "torch", lambda: torch.matmul(left, right)
+class Bench:
+    """The device, and random data: one long stretch of numbers that every operand of every layout is a piece of."""
+
+    def __init__(self, info: DeviceInfo, device_model: str | None, longest: int) -> None:
+        self.info, self.runtime = info, Runtime(info, profiling=True)
+        self.costs = CostModel(load(device_model) if device_model else uncalibrated(self.runtime))
+        self.data = np.random.default_rng(0).standard_normal(longest, np.float32)
+        self.buffers = [self.runtime.allocate(self.data.nbytes) for _ in range(2)]
+        for buffer in self.buffers:
+            self.runtime.upload(buffer, self.data)
+
+    def bind(self, kernel: Kernel, result: Any) -> BoundKernel:
+        """``kernel`` on the device."""
+        scratch = [self.runtime.allocate(s.layout.size_elems * 4) for s in kernel.scratch]
+        return BoundKernel(self.runtime, kernel, [*self.buffers, result, *scratch])
+
+    def check(self, kernel: Kernel, result: Any) -> None:
+        """A sample of the result against float64.
+
+        Raises:
+            SystemExit: it is wrong.
+        """
+        left, right, out = kernel.layouts
+        got = self.runtime.download(result, np.empty(out.size_elems, np.float32))
+        rng = np.random.default_rng(1)
+        places = [tuple(int(rng.integers(0, n)) for n in out.shape) for _ in range(24)]
+        offsets = [_offsets(layout) for layout in kernel.layouts]
+        for b, i, j in places:
+            x = self.data[offsets[0][b, i]].astype(np.float64)
+            y = self.data[offsets[1][b, :, j]].astype(np.float64)
+            value, size = float(x @ y), float(np.abs(x) @ np.abs(y))
+            if not abs(float(got[offsets[2][b, i, j]]) - value) <= 1e-5 * size:
+                raise SystemExit(
+                    f"{kernel.variant.label} on {left.describe()} {right.describe()} is wrong at {b, i, j}"
+                )
 
 
-def measure(case: Case, info: DeviceInfo, rounds: int, chosen: dict[str, Make]) -> list[dict[str, Any]]:
-    """Raw seconds of every kernel and of the peer, interleaved."""
+@cache
+def _offsets(layout: Layout) -> np.ndarray:
+    return layout.linear_offsets().reshape(layout.shape)
+
+
+def candidates(bench: Bench, case: Case, chosen: dict[str, Make]) -> list[tuple[str, Kernel]]:
+    """Kernels of every layout in turn, the most promising of each first."""
     b, m, k, n = case.shape
     spec = OpSpec("contraction", ((b, m, k), (b, k, n), (b, m, n)), ("float32",) * 3, 2)
-    rng = np.random.default_rng(0)
-    left, right = rng.standard_normal((b, m, k), dtype="f4"), rng.standard_normal((b, k, n), dtype="f4")
-    rows: list[dict[str, Any]] = []
-    runs: list[Callable[[], float]] = []
+    ranked = []
     for label, make in chosen.items():
-        for kernel in kernels_for(spec, layouts_of(case, make), info.limits):
-            if kernel.variant.name == "any" and b * m * k * n > 1 << 22:
-                continue
-            prepared = PreparedKernel(info.handle, kernel, [left, right])
-            prepared.run()
-            rows.append({"layout": label, "kernel": kernel.variant.label, "seconds": []})
-            runs.append(prepared.run)
-    name, call = peer(case, left, right)
-    call()
-
-    def timed() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    rows.append({"layout": "row-major", "kernel": name, "seconds": []})
-    runs.append(timed)
-    for _ in range(rounds):
-        for row, run in zip(rows, runs, strict=True):
-            row["seconds"].append(run())
-    flops = 2 * b * m * k * n
-    for row in rows:
-        row |= {"case": case.name, "shape": list(case.shape), "turned": case.turned, "flops": flops}
-    return rows
+        found = kernels_for(spec, layouts_of(case, make), bench.info.limits)
+        found = [x for x in found if x.variant.name != "any" or b * m * k * n <= 1 << 22]
+        ranked.append([(label, x) for x in sorted(found, key=lambda x: bench.costs.predict(x).total_ns)])
+    return [part[i] for i in range(max(map(len, ranked), default=0)) for part in ranked if i < len(part)]
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Best first; ratio to the peer of the same case."""
-    case, flops = rows[0], rows[0]["flops"]
-    base = median(rows[-1]["seconds"])
-    out = Table("layout", "kernel", "GFLOP/s", "quartiles", "over peer", title=f"{case['case']} {case['shape']}")
-    for row in sorted(rows, key=lambda r: median(r["seconds"])):
+def measure(
+    bench: Bench, case: Case, args: argparse.Namespace, chosen: dict[str, Make], share_s: float
+) -> dict[str, Any]:
+    """Raw seconds of kernels and peers, interleaved; see the module for what ``share_s`` (infinite: all) leaves out."""
+    began = time.perf_counter()
+    _offsets.cache_clear()
+    listed = candidates(bench, case, chosen)
+    if share_s == float("inf"):
+        bench.runtime.prepare((program_source(k, launch), k.variant.label) for _, k in listed for launch in k.launches)
+    results: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
+    for label, kernel in listed:
+        if rows and time.perf_counter() - began > share_s / 2:
+            break
+        layout = kernel.layouts[2]
+        if label not in results:
+            results[label] = bench.runtime.allocate(layout.size_elems * 4)
+        bench.runtime.fill(results[label], 0xFF)
+        try:
+            bound = bench.bind(kernel, results[label])
+        except DeviceError as error:
+            print(f"gemm: {error}", file=sys.stderr)
+            continue
+        bound.run()
+        bench.check(kernel, results[label])
+        rows.append({"layout": label, "kernel": kernel.variant.label, "once_s": bound.run(), "bound": bound})
+    unseen = len(listed) - len(rows)
+    if share_s != float("inf"):
+        rows = _best(rows, args.keep)
+    operands = Operands(bench.data, case.shape, case.turned, bench.runtime, bench.buffers)
+    runs: list[dict[str, Any]] = [{**row, "seconds": [], "burst_s": []} for row in rows]
+    peers: list[dict[str, Any]] = []
+    for peer in peers_of(operands, bench.info.limits.kind == "gpu", args.clblast):
+        peer.call()
+        peers.append({"layout": "row-major", "kernel": peer.name, "seconds": [], "burst_s": [], "bound": peer})
+    for number in range(args.rounds):
+        for row in runs + peers:
+            bound = row["bound"]
+            row["seconds"].append(bound.run())
+            row["burst_s"].append(bound.burst(BURST))
+        if number >= 2 and time.perf_counter() - began > share_s:
+            break
+    for row in runs + peers:
+        del row["bound"]
+    about = {"case": case.name, "shape": list(case.shape), "turned": case.turned, "flops": case.flops, "unseen": unseen}
+    return {**about, "rows": runs, "peers": peers}
+
+
+def _best(rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
+    """The ``keep`` fastest of each layout."""
+    kept = []
+    for label in dict.fromkeys(row["layout"] for row in rows):
+        kept += sorted((row for row in rows if row["layout"] == label), key=lambda r: r["once_s"])[:keep]
+    return kept
+
+
+def judged(row: dict[str, Any], gpu: bool) -> float:
+    """The seconds that ratios are made of."""
+    return median(row["burst_s" if gpu else "seconds"])
+
+
+def table(found: dict[str, Any], gpu: bool) -> Table:
+    """Best first; ratio to the fastest peer."""
+    flops = found["flops"]
+    base = min(judged(row, gpu) for row in found["peers"])
+    title = f"{found['case']} {found['shape']}" + (f", {found['unseen']} kernels not tried" if found["unseen"] else "")
+    out = Table("layout", "kernel", "GFLOP/s", "quartiles", f"of {BURST}", "over peer", title=title)
+    for row in sorted(found["rows"] + found["peers"], key=lambda r: judged(r, gpu)):
         seconds = row["seconds"]
         low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
-        middle = median(seconds)
         out.add_row(
             row["layout"],
             row["kernel"].removeprefix("contraction."),
-            f"{flops / middle / 1e9:.1f}",
-            f"{flops / high / 1e9:.1f}–{flops / low / 1e9:.1f}",
-            f"{base / middle:.2f}",
+            f"{flops / median(seconds) / 1e9:,.1f}",
+            f"{flops / high / 1e9:,.1f}–{flops / low / 1e9:,.1f}",
+            f"{flops / median(row['burst_s']) / 1e9:,.1f}",
+            f"{base / judged(row, gpu):.2f}",
         )
     return out
 
 
-def record(info: DeviceInfo, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(found: list[dict[str, Any]], gpu: bool) -> Table:
+    """Per case, the best of each layout over the best peer; for squares also what one layout gives for all three."""
+    labels = list(dict.fromkeys(row["layout"] for one in found for row in one["rows"]))
+    out = Table("case", "peer GFLOP/s", *labels, title="best kernel of each layout over the fastest peer")
+    for one in found:
+        peer = min(one["peers"], key=lambda r: judged(r, gpu))
+        base = judged(peer, gpu)
+        cells = []
+        for label in labels:
+            times = [judged(row, gpu) for row in one["rows"] if row["layout"] == label]
+            cells.append(f"{base / min(times):.2f}" if times else "-")
+        out.add_row(f"{one['case']} {one['shape']}", f"{one['flops'] / base / 1e9:,.0f} {peer['kernel']}", *cells)
+    return out
+
+
+def record(info: DeviceInfo, found: list[dict[str, Any]]) -> dict[str, Any]:
     """What was measured, on what."""
     versions = {"python": platform.python_version()}
     for package in ("numpy", "torch", "pyopencl"):
@@ -165,41 +272,71 @@ def record(info: DeviceInfo, rows: list[dict[str, Any]]) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"benchmark": "gemm", "device": info.model_hash_fields, "versions": versions, "rows": rows}
+    return {"benchmark": "gemm", "device": info.model_hash_fields, "versions": versions, "cases": found}
+
+
+def cases_of(args: argparse.Namespace) -> tuple[Case, ...]:
+    """Those asked for."""
+    if args.smoke:
+        return SMOKE
+    if args.squares:
+        sizes = [int(s) for s in args.sizes.split(",")] if args.sizes else SIZES
+        listed = tuple(Case(f"{kind} {s}³", (1, s, s, s), turned) for s in sizes for kind, turned in KINDS.items())
+    else:
+        listed = CASES
+    return tuple(c for c in listed if args.cases in c.name)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="part of the device's name; the default device otherwise")
+    parser.add_argument("--device-model", help="whose predictions say what to try first")
+    parser.add_argument("--squares", action="store_true")
+    parser.add_argument("--sizes", default="", help="of --squares, comma-separated")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
-    parser.add_argument("--layouts", default="", help="only layouts whose name contains this")
+    parser.add_argument("--layouts", default="", help="only layouts whose name contains one of these, comma-separated")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="in all; without, everything runs every round")
+    parser.add_argument("--keep", type=int, default=3, help="kernels of a layout that a budget keeps for the rounds")
+    parser.add_argument("--clblast", default="clblast", metavar="LIB", help="name or path of CLBlast's library")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--smoke", action="store_true", help="tiny and untimed")
     args = parser.parse_args()
-    cases = SMOKE if args.smoke else tuple(c for c in CASES if args.cases in c.name)
-    chosen = {name: make for name, make in LAYOUTS.items() if args.layouts in name}
+    try:
+        cases = cases_of(args)
+    except ValueError:
+        parser.error(f"--sizes {args.sizes!r}: expected whole numbers, such as 512,1024")
+    wanted = args.layouts.split(",")
+    chosen = {name: make for name, make in LAYOUTS.items() if any(part in name for part in wanted)}
     if args.smoke:
-        chosen = dict(list(chosen.items())[:2])
-    if not cases or not chosen or args.rounds < 1:
-        print("gemm: no case or no layout has that name, or --rounds is below 1", file=sys.stderr)
+        chosen, args.rounds = dict(list(chosen.items())[:2]), 1
+    if not cases or not chosen or args.rounds < 1 or args.keep < 1:
+        print("gemm: no case or no layout has that name, or --rounds or --keep is below 1", file=sys.stderr)
         return 2
+    began = time.perf_counter()
     try:
         info = pick(args.device)
-        rows: list[dict[str, Any]] = []
-        console = Console(width=None if sys.stdout.isatty() else 120)
-        console.print(f"device: {info.short}")
-        for case in track(cases, "measuring", console=Console(stderr=True), transient=True):
-            measured = measure(case, info, 1 if args.smoke else args.rounds, chosen)
-            rows += measured
-            if not args.smoke:
-                console.print(table(measured))
         if args.json:
-            write_atomic(args.json, json.dumps(record(info, rows), indent=1) + "\n")
+            check_target(args.json)
+        gpu = info.limits.kind == "gpu"
+        longest = max(layout.size_elems for c in cases for make in chosen.values() for layout in layouts_of(c, make))
+        bench = Bench(info, args.device_model, longest)
+        found: list[dict[str, Any]] = []
+        console = Console(width=None if sys.stdout.isatty() else 140)
+        console.print(f"device: {info.short}")
+        for number, case in enumerate(track(cases, "measuring", console=Console(stderr=True), transient=True)):
+            left = args.budget - (time.perf_counter() - began) if args.budget else float("inf")
+            found.append(measure(bench, case, args, chosen, max(left, 0.0) / (len(cases) - number)))
+            if not args.smoke:
+                console.print(table(found[-1], gpu))
+            if args.json:
+                write_atomic(args.json, json.dumps(record(info, found), indent=1) + "\n")
+        if not args.smoke:
+            console.print(summary(found, gpu))
     except LayoutOptError as error:
         print(f"gemm: {error}", file=sys.stderr)
         return 2
-    print(f"{len(rows)} measurements over {len(cases)} cases")
+    print(f"{sum(len(one['rows']) for one in found)} kernels over {len(cases)} cases")
     return 0
 
 

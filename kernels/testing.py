@@ -19,6 +19,7 @@ from kernels.spec import DeviceLimits, Kernel
 from layoutopt.layout import Layout
 
 __all__ = [
+    "BoundKernel",
     "PreparedKernel",
     "check_kernel",
     "check_kernels",
@@ -70,41 +71,21 @@ def pack(layout: Layout, array: np.ndarray, dtype: str) -> np.ndarray:
     return storage
 
 
-class PreparedKernel:
-    """A kernel built for a device with its buffers filled: run it as often as needed.
+class BoundKernel:
+    """A kernel built for a device and bound to buffers: run it as often as needed.
 
     Args:
-        device: where to run.
+        runtime: where to run; its queue records event times.
         kernel: what to run.
-        inputs: logical input arrays, in operand order.
+        buffers: per operand, then per scratch buffer.
 
     Raises:
         DeviceError: the program does not build; carries the build log.
     """
 
-    def __init__(self, device: cl.Device, kernel: Kernel, inputs: Sequence[np.ndarray]) -> None:
-        self.kernel = kernel
-        self.runtime = _runtime(device)
-        self.queue = self.runtime.queue
-        spec = kernel.spec
-        outputs = len(spec.shapes) - spec.inputs
-        reuse = {spec.inputs + out: inp for out, inp in spec.inplace}
-        self.storage: list[np.ndarray] = []
-        self.buffers: list[cl.Buffer] = []
-        for position in range(len(spec.shapes) + len(kernel.scratch)):
-            if position in reuse:
-                self.storage.append(self.storage[reuse[position]])
-                self.buffers.append(self.buffers[reuse[position]])
-                continue
-            layout, dtype = kernel.buffer_layout(position), kernel.operand_dtype(position)
-            if position < spec.inputs:
-                values = pack(layout, inputs[position], dtype)
-            else:
-                values = np.full(layout.size_elems + _GUARD_ELEMS, _WILD[dtype], dtype=_NUMPY[dtype])
-            self.storage.append(values)
-            flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
-            self.buffers.append(cl.Buffer(self.runtime.context, flags, hostbuf=values))
-        self.output_positions = range(spec.inputs, spec.inputs + outputs)
+    def __init__(self, runtime: Runtime, kernel: Kernel, buffers: Sequence[cl.Buffer]) -> None:
+        self.runtime, self.kernel, self.buffers = runtime, kernel, list(buffers)
+        self.queue = runtime.queue
         self.calls = [self._build(i) for i in range(len(kernel.launches))]
 
     def _build(self, position: int) -> cl.Kernel:
@@ -121,6 +102,64 @@ class PreparedKernel:
             event.wait()
             seconds += (event.profile.end - event.profile.start) * 1e-9
         return seconds
+
+    def burst(self, count: int) -> float:
+        """Seconds of one run among ``count`` back to back: from the first start to the last end on the device.
+
+        They are held back by an event until all are enqueued, so that the host's pace does not show.
+        """
+        gate = cl.UserEvent(self.runtime.context)
+        events = []
+        for _ in range(count):
+            for launch, call in zip(self.kernel.launches, self.calls, strict=True):
+                events.append(
+                    cl.enqueue_nd_range_kernel(
+                        self.queue,
+                        call,
+                        launch.global_size,
+                        launch.local_size,
+                        wait_for=None if events else [gate],
+                    )
+                )
+        self.queue.flush()
+        gate.set_status(cl.command_execution_status.COMPLETE)
+        self.queue.finish()
+        return (events[-1].profile.end - events[0].profile.start) * 1e-9 / count
+
+
+class PreparedKernel(BoundKernel):
+    """A kernel built for a device with its buffers filled: run it as often as needed.
+
+    Args:
+        device: where to run.
+        kernel: what to run.
+        inputs: logical input arrays, in operand order.
+
+    Raises:
+        DeviceError: the program does not build; carries the build log.
+    """
+
+    def __init__(self, device: cl.Device, kernel: Kernel, inputs: Sequence[np.ndarray]) -> None:
+        runtime, spec = _runtime(device), kernel.spec
+        outputs = len(spec.shapes) - spec.inputs
+        reuse = {spec.inputs + out: inp for out, inp in spec.inplace}
+        self.storage: list[np.ndarray] = []
+        buffers: list[cl.Buffer] = []
+        for position in range(len(spec.shapes) + len(kernel.scratch)):
+            if position in reuse:
+                self.storage.append(self.storage[reuse[position]])
+                buffers.append(buffers[reuse[position]])
+                continue
+            layout, dtype = kernel.buffer_layout(position), kernel.operand_dtype(position)
+            if position < spec.inputs:
+                values = pack(layout, inputs[position], dtype)
+            else:
+                values = np.full(layout.size_elems + _GUARD_ELEMS, _WILD[dtype], dtype=_NUMPY[dtype])
+            self.storage.append(values)
+            flags = cl.mem_flags.READ_WRITE | cl.mem_flags.COPY_HOST_PTR
+            buffers.append(cl.Buffer(runtime.context, flags, hostbuf=values))
+        self.output_positions = range(spec.inputs, spec.inputs + outputs)
+        super().__init__(runtime, kernel, buffers)
 
     def read(self, position: int) -> np.ndarray:
         """The storage of an operand as it now is, guard included."""
