@@ -14,6 +14,7 @@ import numpy as np
 
 from kernels.bind import BoundStep, bind, slot_name
 from kernels.feed import Feed, cast
+from kernels.group import alike_steps, stacked_size, stacked_source
 from kernels.pack import STORAGE_DTYPES, pack, poison_padding, unpack
 from kernels.runtime import Runtime
 from kernels.source import program_source
@@ -79,6 +80,7 @@ class Executor:
         self._initial = self._starting_values(values or {}, seed)
         self._uploads: deque[list[Any]] = deque()
         self._step_calls: list[tuple[Call, ...]] = []
+        self._tables: list[Any] = []
         self._calls: list[Call] = []
         self._forward_calls: list[Call] = []
         self._buffers: dict[str, Any] = {}
@@ -92,8 +94,10 @@ class Executor:
                 regions[where] = runtime.region(self._arena, *where)
             self._buffers[slot.name] = regions[where]
         self.steps = bind(graph, plan, self.limits)
+        self._runs = tuple(alike_steps(self.steps, self._slots))
         self._sources = self._specialise()
-        self._step_calls += [self._prepare(step) for step in self.steps]
+        for run in self._runs:
+            self._step_calls += self._prepare(run)
         self._calls += [call for calls in self._step_calls for call in calls]
         wanted, self._forward_inputs = self._forward_part()
         self._forward_calls += [call for i in wanted for call in self._step_calls[i]]
@@ -164,19 +168,43 @@ class Executor:
 
     # ---- building ---------------------------------------------------------------------------------------------------
 
-    def _specialise(self) -> dict[tuple[str, int], str]:
-        """The source of every launch by (kernel's key, position), built in one go."""
-        kernels = {step.kernel.key: step.kernel for step in self.steps}
-        sources = {
-            (key, i): program_source(kernel, launch)
-            for key, kernel in kernels.items()
-            for i, launch in enumerate(kernel.launches)
-        }
-        self.runtime.prepare((source, kernels[key].variant.label) for (key, _), source in sources.items())
+    def _specialise(self) -> dict[tuple[str, int, bool], str]:
+        """The source of every launch by (kernel's key, position, whether it does several steps), built in one go."""
+        kernels = {(self.steps[run.start].kernel.key, len(run) > 1): self.steps[run.start].kernel for run in self._runs}
+        plain: dict[tuple[str, int], str] = {}
+        sources = {}
+        for (key, several), kernel in kernels.items():
+            for i, launch in enumerate(kernel.launches):
+                source = plain.setdefault((key, i), program_source(kernel, launch))
+                sources[key, i, several] = stacked_source(source, launch) if several else source
+        self.runtime.prepare(
+            (source, kernels[key, several].variant.label) for (key, _, several), source in sources.items()
+        )
         return sources
 
-    def _prepare(self, step: BoundStep) -> tuple[Call, ...]:
-        """The step's launches, each a kernel object of its own with its arguments set."""
+    def _prepare(self, run: range) -> list[tuple[Call, ...]]:
+        """Per step its launches, each a kernel object of its own with its arguments set.
+
+        Equal steps that may run at once share launches: the first has them, the others none.
+        """
+        steps = [self.steps[i] for i in run]
+        buffers = [self._operands(step) for step in steps]
+        kernel = steps[0].kernel
+        calls: list[Call] = []
+        for i, launch in enumerate(kernel.launches):
+            call = self.runtime.kernel(self._sources[kernel.key, i, len(run) > 1], launch.entry, kernel.variant.label)
+            if len(run) == 1:
+                call.set_args(*(buffers[0][position] for _, position in launch.operands))
+                calls.append((call, launch.global_size, launch.local_size))
+                continue
+            places = [self._slots[step.slots[p]].offset_bytes for step in steps for _, p in launch.operands]
+            self._tables.append(self.runtime.constant(np.array(places, np.uint64)))
+            call.set_args(self._arena, self._tables[-1])
+            calls.append((call, *stacked_size(launch, len(run))))
+        return [tuple(calls), *[()] * (len(run) - 1)]
+
+    def _operands(self, step: BoundStep) -> list[Any]:
+        """The regions of the arena that a step's operands and workspaces are."""
         kernel = step.kernel
         buffers = []
         for position, name in enumerate(step.slots):
@@ -185,12 +213,7 @@ class Executor:
             if slot is None or slot.size_bytes < need:
                 raise GraphError(f"the plan's arena has no {name} of {need} bytes for {step.label}: solve it anew")
             buffers.append(self._buffers[name])
-        calls = []
-        for i, launch in enumerate(kernel.launches):
-            call = self.runtime.kernel(self._sources[kernel.key, i], launch.entry, kernel.variant.label)
-            call.set_args(*(buffers[position] for _, position in launch.operands))
-            calls.append((call, launch.global_size, launch.local_size))
-        return tuple(calls)
+        return buffers
 
     def _forward_part(self) -> tuple[list[int], frozenset[str]]:
         """Positions of the steps that forward and loss outputs need, and the inputs these read."""
@@ -219,7 +242,8 @@ class Executor:
                 op = self._ops[planned.op]
                 used = zip(op.inputs, planned.layouts[: len(op.inputs)], strict=True)
                 steps |= {made_by[self.graph.storage_of[o.tensor], p] for o, p in used if p}
-        return sorted(steps), frozenset(inputs)
+        firsts = {i: run.start for run in self._runs for i in run}
+        return sorted({firsts[i] for i in steps}), frozenset(inputs)
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -331,13 +355,14 @@ class Executor:
             inputs: as ``step``.
 
         Returns:
-            (op name or ``relayout:STORAGE#POSITION``, device nanoseconds of its launches) in the plan's order.
+            (op name or ``relayout:STORAGE#POSITION``, device nanoseconds of its launches) in the plan's order; steps
+            that share a launch get equal parts of its time.
         """
         times = self.launch_times(inputs)
-        return [
-            (step.label, sum(end - start for start, end in launched))
-            for step, launched in zip(self.steps, times, strict=True)
-        ]
+        spent = [sum(end - start for start, end in launched) for launched in times]
+        for run in self._runs:  # equal kernels: equal shares
+            spent[run.start : run.stop] = [spent[run.start] // len(run)] * len(run)
+        return [(step.label, time_ns) for step, time_ns in zip(self.steps, spent, strict=True)]
 
     def launch_times(self, inputs: Mapping[str, np.ndarray]) -> list[list[tuple[int, int]]]:
         """Run one step as ``profile`` does.
@@ -346,7 +371,8 @@ class Executor:
             inputs: as ``step``.
 
         Returns:
-            (start, end) of each launch on the device's clock, in nanoseconds, by step of the plan.
+            (start, end) of each launch on the device's clock, in nanoseconds, by step of the plan. Where equal steps
+            share launches, the first has them.
         """
         self._upload(inputs, None)
         self.runtime.finish()
@@ -372,6 +398,7 @@ class Executor:
         self._calls.clear()
         while self._step_calls:
             self._step_calls.pop()
+        self._tables.clear()
         while self._buffers:
             self._buffers.popitem()
         self._arena = None

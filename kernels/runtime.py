@@ -322,6 +322,11 @@ class Runtime:
                 f"(largest single buffer {self.limits.max_alloc_bytes}): {_first_line(error)}"
             ) from error
 
+    def constant(self, values: np.ndarray) -> Any:
+        """A small read-only buffer holding ``values``."""
+        flags = self._cl.mem_flags.READ_ONLY | self._cl.mem_flags.COPY_HOST_PTR
+        return self._cl.Buffer(self.context, flags, hostbuf=np.ascontiguousarray(values))
+
     def region(self, buffer: Any, offset_bytes: int, size_bytes: int) -> Any:
         """A sub-buffer; the offset is a multiple of the device's base alignment."""
         return buffer.get_sub_region(offset_bytes, max(size_bytes, 1))

@@ -21,6 +21,7 @@ from layoutopt.plan import (
 )
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment
+from layoutopt.rewrite_neighbours import alike_runs
 from layoutopt.rewrites import origin_of
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ def assemble(
         for s, name in enumerate(tables.names)
     }
     builder = _Builder(tables, assignment)
-    for o in range(len(graph.ops)):
-        builder.add(o)
+    for run in alike_runs(graph):
+        builder.add(run)
     arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
     enforce_budget(arena, memory_bytes, builder.step_names())
     origin, rewrites = origin_of(graph)
@@ -111,19 +112,41 @@ class _Builder:
         self.sizes: dict[str, int] = {}
         self._made: set[tuple[int, int]] = set()
 
-    def add(self, o: int) -> None:
-        """Op ``o``, after the relayouts that it is the first to need."""
-        from kernels.spec import op_spec
+    def add(self, run: range) -> None:
+        """Ops that may run at once, after the relayouts that they are the first to need.
 
-        tables = self.tables
-        op, node = tables.graph.ops[o], tables.problem.ops[o]
+        All their buffers are alive throughout the run, so that nothing keeps them from really running at once.
+        """
+        graph = self.tables.graph
+        placed = [self._placed(o, graph.ops[run.start].name) for o in run]
+        first = len(self.steps)
+        for o, positions in zip(run, placed, strict=True):
+            self._op(o, positions)
+        if len(run) == 1:
+            return
+        for span in self.alive.values():
+            if span[1] >= first:
+                span[1] = len(self.steps) - 1
+                span[0] = min(span[0], first)
+
+    def _placed(self, o: int, before: str) -> list[int]:
+        """Per operand the position of its layout; relayouts that are missing run before op ``before``."""
+        node = self.tables.problem.ops[o]
         choice = node.choices[self.assignment.choice[o]]
         positions = []
         for s, candidate in zip(node.operands, choice.layouts, strict=True):
             placed = (self.assignment.primary[s], *self.assignment.copies[s])
             positions.append(placed.index(candidate))
             if positions[-1] and (s, candidate) not in self._made:
-                self._relayout(s, candidate, positions[-1], op.name)
+                self._relayout(s, candidate, positions[-1], before)
+        return positions
+
+    def _op(self, o: int, positions: list[int]) -> None:
+        from kernels.spec import op_spec
+
+        tables = self.tables
+        op, node = tables.graph.ops[o], tables.problem.ops[o]
+        choice = node.choices[self.assignment.choice[o]]
         stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
         seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
         found = tables.pricer.best(op_spec(tables.graph, op), tuple(x for x in seen if x is not None))

@@ -1,0 +1,122 @@
+"""Equal ops side by side, so that one launch can do several of them (see ``kernels/group.py``).
+
+Small operations cost a launch each and leave most of a large device idle: the projections of queries, keys and values,
+or the weight gradients of a layer, are equal ops on different tensors. Two moves bring them together:
+
+- what only the update reads (weight and bias gradients) waits, until enough bytes of it have gathered, and is then run
+  kind by kind: the backward chain does not need it;
+- an op that is ready is drawn forward to an equal one a little before it.
+
+Order changes, nothing else; no op moves across what writes its operands in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from layoutopt.blocks import spec_ids
+from layoutopt.graph import Op, TrainingGraph
+
+__all__ = ["alike_runs", "bring_together"]
+
+_SHARE, _MOST_BYTES = 12, 64 << 20
+"""Waiting gradients are run at this part of them all, or at this size: they keep activations alive meanwhile."""
+
+_AHEAD = 24
+"""Ops that an op is drawn forward over at most."""
+
+
+def bring_together(graph: TrainingGraph) -> TrainingGraph:
+    """The graph with equal ops next to each other where order allows it."""
+    ids = dict(zip((op.name for op in graph.ops), map(int, spec_ids(graph)), strict=True))
+    ops = _drawn_forward(graph, _gathered(graph, ids), ids)
+    return graph if ops == list(graph.ops) else graph.with_ops(ops)
+
+
+def _gathered(graph: TrainingGraph, ids: dict[str, int]) -> list[Op]:
+    """Leaves of the backward pass in groups, each ordered by what they are."""
+    leaves = _leaves(graph)
+    sizes = {
+        name: sum(graph.tensors[o.tensor].size_elems * graph.tensors[o.tensor].item_bytes for o in op.outputs)
+        for name, op in leaves.items()
+    }
+    limit = min(sum(sizes.values()) // _SHARE, _MOST_BYTES)
+    out: list[Op] = []
+    waiting: list[Op] = []
+
+    def flush() -> None:
+        first = {ids[op.name]: i for i, op in reversed(list(enumerate(waiting)))}
+        out.extend(sorted(waiting, key=lambda op: first[ids[op.name]]))
+        waiting.clear()
+
+    for op in graph.ops:
+        if op.name in leaves:
+            waiting.append(op)
+            if sum(sizes[w.name] for w in waiting) >= limit:
+                flush()
+            continue
+        if op.phase == "update" and waiting:
+            flush()
+        out.append(op)
+    flush()
+    return out
+
+
+def _leaves(graph: TrainingGraph) -> dict[str, Op]:
+    """Backward ops whose results only updates read (graph outputs may be among them)."""
+    read_before_updates = {operand.tensor for op in graph.ops if op.phase != "update" for operand in op.inputs}
+    written_in_place = {
+        graph.storage_of[op.inputs[i].tensor] for op in graph.ops if op.phase != "update" for _, i in op.inplace
+    }
+    return {
+        op.name: op
+        for op in graph.ops
+        if op.phase == "backward"
+        and not op.inplace
+        and not any(o.tensor in read_before_updates for o in op.outputs)
+        and not any(graph.storage_of[o.tensor] in written_in_place for o in op.inputs)
+    }
+
+
+def _drawn_forward(graph: TrainingGraph, ops: Sequence[Op], ids: dict[str, int]) -> list[Op]:
+    made_by = {o.tensor: op.name for op in ops for o in op.outputs}
+    out: list[Op] = []
+    done: set[str] = set()
+    for position, op in enumerate(ops):
+        if op.name in done:
+            continue
+        before = set(done)
+        done.add(op.name)
+        out.append(op)
+        if op.phase == "update" or op.inplace:
+            continue
+        for other in ops[position + 1 : position + 1 + _AHEAD]:
+            if other.inplace or other.phase == "update":
+                break
+            ready = all(made_by.get(o.tensor) in before or o.tensor not in made_by for o in other.inputs)
+            if other.name not in done and ids[other.name] == ids[op.name] and ready:
+                done.add(other.name)
+                out.append(other)
+    return out
+
+
+def alike_runs(graph: TrainingGraph) -> Iterator[range]:
+    """Ops by position in runs: neighbours that are equal and touch nothing that another of the run writes.
+
+    A run's ops may run in any order or at once. An op without equals is a run of its own.
+    """
+    ids = [int(i) for i in spec_ids(graph)]
+    start = 0
+    reads: set[str] = set()
+    writes: set[str] = set()
+    for position, op in enumerate(graph.ops):
+        read = {graph.storage_of[o.tensor] for o in op.inputs}
+        written = {graph.storage_of[o.tensor] for o in op.outputs}
+        apart = not (written & (reads | writes) or read & writes)
+        if position > start and not (ids[position] == ids[start] and apart):
+            yield range(start, position)
+            start, reads, writes = position, set(), set()
+        reads |= read
+        writes |= written
+    if graph.ops:
+        yield range(start, len(graph.ops))
