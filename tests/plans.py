@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from kernels.bind import relayout_spec, slot_name
@@ -201,6 +201,17 @@ class _Builder:
                     last = end if storage in kept else last
                 out.append(memory.Buffer(name, layout.size_elems * BYTES[node.dtype], begin, last))
         return out + self.scratch
+
+
+def solver_plan(graph: TrainingGraph, limits: DeviceLimits, keep: Iterable[str] = ()) -> Plan:
+    """The exact solver's plan by a cost model that was not measured: what a user runs before calibrating."""
+    from costmodel.device import load
+    from costmodel.model import CostModel
+    from layoutopt import planner
+
+    plan = planner.plan(graph, CostModel(replace(load("generic-cpu"), limits=limits)), keep=keep)
+    assert plan.solver.status == "OPTIMAL"
+    return plan
 
 
 class _MakeRowMajor(Exception):

@@ -12,26 +12,23 @@ own size, may move each of their elements by up to the learning rate per step in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 
-from costmodel.device import load as load_model
-from costmodel.model import CostModel
 from kernels.execute import Executor
 from kernels.runtime import Runtime, devices
 from kernels.spec import DeviceLimits
-from layoutopt import planner
 from layoutopt.capture import capture
 from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import AdamW, hyper_values
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
 from tests import small_models
-from tests.plans import any_of, first, mixed, naive_plan, r_tile, row_major
+from tests.plans import any_of, first, mixed, naive_plan, r_tile, row_major, solver_plan
 
 pytestmark = pytest.mark.peer
 
@@ -114,10 +111,7 @@ def case(name: str) -> Case:
 
 @lru_cache(maxsize=4)
 def solved(model: str, limits: DeviceLimits) -> Plan:
-    """The exact solver's plan by a cost model that was not measured."""
-    plan = planner.plan(case(model).graph, CostModel(replace(load_model("generic-cpu"), limits=limits)))
-    assert plan.solver.status == "OPTIMAL"
-    return plan
+    return solver_plan(case(model).graph, limits)
 
 
 def plans(model: str, limits: DeviceLimits, which: str) -> Plan:

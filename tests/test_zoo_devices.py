@@ -31,13 +31,14 @@ from tests.zoo_parity import CASES, MORE, PLANS, TOLERANCE, Case, case, measure,
 pytestmark = pytest.mark.peer
 
 FULL = os.environ.get("LAYOUTOPT_PARITY") == "full"
+USUAL = ("row-major", "r-tile", "mixed")
 TURN = {"llama": 0, "qwen": 0, "gemma": 0, "bert": 1, "vit": 2, "unet": 1, "whisper": 0, "gpt2": 2, "opt": 2, "swin": 1}
 """Models that share kernels go by the same plan on a device."""
 
 
 def usual_plan(label: str, device_index: int) -> str:
     """The plan by which a model runs on a device where not every plan is tried."""
-    return list(PLANS)[(TURN[label.partition("-")[0]] + device_index) % len(PLANS)]
+    return USUAL[(TURN[label.partition("-")[0]] + device_index) % len(USUAL)]
 
 
 def product() -> list[tuple[str, str, DeviceInfo]]:
@@ -69,7 +70,7 @@ def test_steps_agree_with_torch(label: str, which: str, device: DeviceInfo) -> N
     measured = measure(shared_runtime(device.index), label, which)
     error, where = measured.worst()
     assert error <= TOLERANCE, where
-    assert bool(measured.relayouts) == (which != "row-major")
+    assert which == "solver" or bool(measured.relayouts) == (which != "row-major")
 
 
 def check_expected(expected: Case) -> None:
@@ -89,7 +90,7 @@ def check_expected(expected: Case) -> None:
 
 def test_plans_differ() -> None:
     shares = []
-    for which in PLANS:
+    for which in USUAL:
         plan = plan_of("bert-tiny", DeviceLimits(), which)
         matrices = [docs[0] for docs in plan.layouts.values() if sum(n > 1 for n in docs[0].shape) > 1]
         shares.append(sum(len({m[0] for m in doc.modes}) < len(doc.modes) for doc in matrices) / len(matrices))

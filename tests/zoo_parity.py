@@ -25,7 +25,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import Sgd, step_values
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
-from tests.plans import any_of, mixed, naive_plan, r_tile, row_major
+from tests.plans import any_of, mixed, naive_plan, r_tile, row_major, solver_plan
 from tests.zoo_cases import example, values_of, wide_steps
 
 __all__ = [
@@ -83,6 +83,7 @@ PLANS: dict[str, Planner] = {
     "mixed": lambda graph, limits, keep: naive_plan(
         graph, limits, mixed(1, kinds=1), any_of(1), relayouts_share=0.2, reuse=True, keep=keep
     ),
+    "solver": solver_plan,
 }
 """From a graph, a device's limits and tensors to keep; ``mixed`` has layouts, kernels and relayouts at random."""
 
