@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -57,13 +58,19 @@ def arrays(shape: Shape, layouts: tuple[Layout, ...], seed: int = 0) -> tuple[np
 
 
 def check(device_index: int, kernel: Kernel | None, shape: Shape) -> None:
-    from kernels.testing import check_kernel, opencl_devices
+    check_together(device_index, [kernel], shape)
 
-    assert kernel is not None, "the variant declined these layouts"
-    a, b = arrays(shape, kernel.layouts)
-    alpha = kernel.spec.attr("alpha", 1.0)
+
+def check_together(device_index: int, kernels: Sequence[Kernel | None], shape: Shape) -> None:
+    """Kernels whose layouts broadcast the same operands, built as one program."""
+    from kernels.testing import check_kernels, opencl_devices
+
+    made = [kernel for kernel in kernels if kernel is not None]
+    assert len(made) == len(kernels) > 0, "a variant declined its layouts"
+    a, b = arrays(shape, made[0].layouts)
+    alpha = made[0].spec.attr("alpha", 1.0)
     expected = alpha * (a.astype(np.float64) @ b.astype(np.float64))
-    check_kernel(opencl_devices()[device_index], kernel, [a, b], [expected], rtol=2e-6 * max(4, shape[2] ** 0.5))
+    check_kernels(opencl_devices()[device_index], made, [a, b], [expected], rtol=2e-6 * max(4, shape[2] ** 0.5))
 
 
 def limits(device_index: int) -> DeviceLimits:
@@ -175,16 +182,15 @@ def test_every_enumerated_variant(device_index: int) -> None:
     """As enumerated for this device, on primes that leave borders everywhere."""
     rows = uniform(PRIME, Layout.row_major)
     columns = uniform(PRIME, lambda s: Layout.row_major(s, (0, 2, 1)))
-    seen = set()
+    seen: dict[str, Kernel] = {}
     b, m, k, n = PRIME
     turned = Layout.r_tile((b, m, k), 4, 4), Layout.r_tile((b, n, k), 4, 4).permute((0, 2, 1)), rows[2]
     for layouts in (rows, columns, (rows[0], columns[1], rows[2]), turned):
         for kernel in kernels_for(spec_of(PRIME, 0.25), layouts, limits(device_index)):
-            if kernel.variant.label not in seen:
-                seen.add(kernel.variant.label)
-                check(device_index, kernel, PRIME)
+            seen.setdefault(kernel.variant.label, kernel)
+    check_together(device_index, list(seen.values()), PRIME)
     wanted = {v.label for v in CONTRACTION.variants(spec_of(PRIME), limits(device_index))}
-    assert seen == wanted
+    assert set(seen) == wanted
 
 
 @pytest.mark.parametrize("shape", [ODD, EVEN], ids=str)
@@ -214,29 +220,26 @@ TILES = [(4, 4), (8, 4), (4, 8), (16, 4)]
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_r_tiles(device_index: int, tile: tuple[int, int], inner: str) -> None:
     """All three operands in the same R-Tile; the forward, and the backward that reduces over the other axis."""
-    ran = 0
     plain = uniform(ODD, lambda s: Layout.r_tile(s, *tile, inner=inner, outer=inner))
     b, _, k, n = ODD
     turned = (plain[0], Layout.r_tile((b, n, k), *tile, inner=inner).permute((0, 2, 1)), plain[2])
-    for layouts in (plain, turned):
-        for name in NAMES[:-1]:
-            kernel = build(name, ODD, layouts)
-            if kernel is not None:
-                check(device_index, kernel, ODD)
-                ran += 1
-    assert ran >= 2
+    made = [build(name, ODD, layouts) for layouts in (plain, turned) for name in NAMES[:-1]]
+    kernels = [kernel for kernel in made if kernel is not None]
+    assert len(kernels) >= 2
+    check_together(device_index, kernels, ODD)
 
 
 def test_vectors_made_of_pieces(device_index: int) -> None:
     """Vectors wider than the tiles, and tiles that cut the register tile unevenly."""
     b, m, k, n = shape = (1, 26, 44, 52)
-    rows = Layout.row_major((b, m, k))
+    rows, kernels = Layout.row_major((b, m, k)), []
     for tile in (4, 8, 12):
         y = Layout.r_tile((b, k, n), 4, tile)
         z = Layout.r_tile((b, m, n), 4, tile, outer="col")
-        check(device_index, build("outer.n", shape, (rows, y, z), mr=5, nv=1, v=16), shape)
+        kernels.append(build("outer.n", shape, (rows, y, z), mr=5, nv=1, v=16))
     x, y = Layout.r_tile((b, m, k), 4, 4), Layout.r_tile((b, k, n), 8, 4, inner="col")
-    check(device_index, build("dot", shape, (x, y, Layout.row_major((b, m, n))), mr=3, nr=2, v=16), shape)
+    kernels.append(build("dot", shape, (x, y, Layout.row_major((b, m, n))), mr=3, nr=2, v=16))
+    check_together(device_index, kernels, shape)
 
 
 @pytest.mark.parametrize(("v", "tile"), [(8, (4, 4)), (16, (2, 8)), (16, (12, 4))], ids=str)
@@ -245,10 +248,11 @@ def test_vectors_made_of_whole_tiles(device_index: int, v: int, tile: tuple[int,
     b, m, k, n = shape = (2, 11, 30, 21)
     y = Layout.r_tile((b, n, k), *tile).permute((0, 2, 1))
     z = Layout.row_major((b, m, n))
-    for x in (Layout.r_tile((b, m, k), *tile), Layout.row_major((b, m, k)), Layout.r_tile((b, m, k), 3, 4)):
-        check(device_index, build("tile.n", shape, (x, y, z), v=v, nr=4), shape)
+    rows = (Layout.r_tile((b, m, k), *tile), Layout.row_major((b, m, k)), Layout.r_tile((b, m, k), 3, 4))
+    kernels = [build("tile.n", shape, (x, y, z), v=v, nr=4) for x in rows]
     x, y = Layout.r_tile((b, m, k), *tile), Layout.row_major((b, k, n), (0, 2, 1))
-    check(device_index, build("tile.m", shape, (x, y, z), v=v, nr=8, mr=2), shape)
+    kernels.append(build("tile.m", shape, (x, y, z), v=v, nr=8, mr=2))
+    check_together(device_index, kernels, shape)
 
 
 def test_whole_tiles_are_declined_where_a_vector_is_not_one() -> None:
@@ -325,8 +329,7 @@ def test_small_extents(device_index: int, shape: Shape) -> None:
         if dict(kernel.variant.params).get("v", 4) <= 4
     ]
     assert narrow
-    for kernel in narrow:
-        check(device_index, kernel, shape)
+    check_together(device_index, narrow, shape)
 
 
 @pytest.mark.parametrize("x", [1, 4])

@@ -8,7 +8,7 @@ import pytest
 from kernels.families.rows import OPS
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, Kernel, OpSpec
-from kernels.testing import PreparedKernel, _compare, check_kernel, limits_of
+from kernels.testing import PreparedKernel, _compare, check_kernels, limits_of
 from layoutopt.layout import Layout
 from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec, touched
 
@@ -222,9 +222,9 @@ def test_mean_over_many_rows_keeps_its_precision(device_index: int) -> None:
     spec = make_spec("nll_loss", [logp, target], [(), ()], {"ignore_index": IGNORED})
     device = devices()[device_index].handle
     expected = [-logp[:, 0].mean(dtype=np.float64), np.float64(n)]
-    for limits in (limits_of(device), GPU_LIMITS):
-        for kernel in kernels_of(spec, laid_out(spec, "row-major"), limits):
-            check_kernel(device, kernel, [logp, target], expected, rtol=1e-6)
+    layouts = laid_out(spec, "row-major")
+    kernels = [k for limits in (limits_of(device), GPU_LIMITS) for k in kernels_of(spec, layouts, limits)]
+    check_kernels(device, kernels, [logp, target], expected, rtol=1e-6)
 
 
 # ---- host: nests ----------------------------------------------------------------------------------------------------
