@@ -16,6 +16,7 @@ from functools import lru_cache
 from math import prod
 
 from costmodel.launches import LaunchCounts, Machine, launch_counts
+from kernels.families.contraction_epilogue import epilogue_width
 from kernels.spec import Kernel, OpSpec
 
 __all__ = ["COMPUTE", "FEATURES", "LAUNCH", "MEMORY", "Machine", "features", "transcendentals"]
@@ -86,10 +87,16 @@ def features(kernel: Kernel, machine: Machine) -> tuple[float, ...]:
         total = [a + b for a, b in zip(total, _in_order(counts), strict=True)]
     exps = transcendentals(kernel) / share
     if exps:
-        widest = max(a.width for launch in kernel.launches for phase in launch.nest.phases for a in phase.accesses)
         total[FEATURES.index("transcendentals")] += exps
-        total[FEATURES.index("transcendental_slots")] += exps / widest
+        total[FEATURES.index("transcendental_slots")] += exps / _function_width(kernel)
     return tuple(total)
+
+
+def _function_width(kernel: Kernel) -> int:
+    """Values that functions are evaluated for at a time."""
+    if kernel.spec.kind == "contraction":
+        return epilogue_width(kernel)
+    return max(a.width for launch in kernel.launches for phase in launch.nest.phases for a in phase.accesses)
 
 
 def _in_order(c: LaunchCounts) -> list[float]:
@@ -112,8 +119,9 @@ def transcendentals(kernel: Kernel) -> float:
 @lru_cache(maxsize=1 << 12)
 def _exps(spec: OpSpec) -> float:
     elems = prod(spec.shapes[spec.inputs])
-    if spec.kind == "pointwise":
-        return elems * sum(_EXPS.get(op, 0.0) for op, *_ in spec.expr.code)
+    program = spec.attr("epilogue" if spec.kind == "contraction" else "expr")
+    if program is not None:
+        return elems * sum(_EXPS.get(op, 0.0) for op, *_ in program.code)
     if spec.kind in _EXP_KINDS:
         return float(max(prod(shape) for shape in spec.shapes))
     return 0.0

@@ -23,12 +23,14 @@ __all__ = ["CostModel", "kernel_kind", "spec_text"]
 def spec_text(spec: OpSpec) -> str:
     """An op spec for people and files: ``contraction [1,128,384] [1,384,384] -> [1,128,384]``.
 
-    A pointwise op that computes nothing is called a relayout, another says what it computes.
+    A pointwise op that computes nothing is called a relayout; another, and a contraction's epilogue, says what it
+    computes.
     """
     shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in spec.shapes]
     kind = kernel_kind(spec)
-    if kind == "pointwise":
-        kind = "pointwise " + ",".join(op for op, *_ in spec.expr.code)
+    program = spec.attr("epilogue" if kind == "contraction" else "expr")
+    if program is not None and kind != "relayout":
+        kind += " " + ",".join(op for op, *_ in program.code)
     return f"{kind} {' '.join(shapes[: spec.inputs])} -> {' '.join(shapes[spec.inputs :])}"
 
 

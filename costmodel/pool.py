@@ -18,7 +18,7 @@ from costmodel.model import CostModel, kernel_kind
 from kernels.bind import relayout_spec
 from kernels.spec import DeviceLimits, Kernel, OpSpec, op_spec
 from kernels.variants import families, kernels_for
-from layoutopt.candidates import candidates, rules_for, seen_through
+from layoutopt.candidates import candidates, leading, rules_for, seen_through
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.view import View
@@ -176,7 +176,10 @@ def graph_pairs(graphs: Sequence[TrainingGraph], limits: DeviceLimits, seed: int
 def _op_tuples(
     graph: TrainingGraph, op: Op, choices: Mapping[str, tuple[Layout, ...]], rng: random.Random
 ) -> Iterator[tuple[Layout, ...]]:
-    """Tuples of the layouts that an op may see; an in-place pair and one storage read twice have one layout."""
+    """Tuples of the layouts that an op may see; an in-place pair and one storage read twice have one layout.
+
+    At random, what only follows an op's leading operands (``layoutopt.candidates.leading``) lies as its output does.
+    """
     slots: dict[tuple[str, View], list[int]] = {}
     updated = {len(op.inputs) + out: inp for out, inp in op.inplace}
     for k in range(len(op.operands)):
@@ -199,5 +202,13 @@ def _op_tuples(
     for i, options in enumerate(seen):
         for layout in options[1:]:
             yield operands([*plain[:i], layout, *plain[i + 1 :]])
+    first = place[len(op.inputs)]
+    free = {place[k] for k in leading(op)}
     for _ in range(PAIRS_PER_SPEC):
-        yield operands([rng.choice(options) for options in seen])
+        picks = [rng.choice(options) for options in seen]
+        yield operands(
+            [
+                pick if i in free else picks[first] if picks[first] in options else options[0]
+                for i, (pick, options) in enumerate(zip(picks, seen, strict=True))
+            ]
+        )

@@ -197,13 +197,24 @@ def _iota(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Array
 # ---- arithmetic ---------------------------------------------------------------------------------------------------
 
 
-@_kind("contraction", "a[b,m,k], b[b,k,n] -> c[b,m,n]", (3, 3))
+@_kind("contraction", "a[b,m,k], b[b,k,n], e_i[b,m,n]... -> c_j[b,m,n]...")
 def _contraction(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
-    """``c[b,m,n] = alpha * sum over k of a[b,m,k] * b[b,k,n]``."""
-    a, b = x
+    """``alpha * sum over k of a[b,m,k] * b[b,k,n]``, or each result of ``epilogue`` over that and the e_i."""
+    if len(x) < 2 or any(operand.ndim != 3 for operand in x):
+        raise GraphError(f"inputs have shapes {[v.shape for v in x]}, expected a[b,m,k], b[b,k,n], e_i[b,m,n]...")
+    a, b, *extra = x
     _same("b", a.shape[0], b.shape[0])
     _same("k", a.shape[2], b.shape[1])
-    return [np.asarray(attrs.get("alpha", 1.0), dtype) * np.matmul(a, b)]
+    total = np.asarray(attrs.get("alpha", 1.0), dtype) * np.matmul(a, b)
+    program = attrs.get("epilogue")
+    if program is None and not extra:
+        return [total]
+    if program is None:
+        raise GraphError(f"{len(x)} inputs: without an epilogue there is nothing to do with more than a and b")
+    domains = {total.shape} | {e.shape for e in extra} | set(shapes)
+    if len(domains) != 1:
+        raise GraphError(f"sum, extra operands and outputs have shapes {sorted(domains)}: they must be equal")
+    return [np.broadcast_to(v, total.shape) for v in evaluate_expr(program, [total, *extra], dtype)]
 
 
 @_kind("pointwise", "x_i[d...] -> y_j[d...], all of one shape")

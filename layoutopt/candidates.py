@@ -6,7 +6,8 @@ queries, keys, values and their gradients; every convolution proposes images
 with channels last or in blocks, and weights with input or output channels last. A proposal is pulled back through the
 operand's view to the storage's own shape, and dropped where the view would tear a tile. Point-by-point operations
 (pointwise, softmax, normalisation and their gradients) pass proposals on between their full-size operands, so that a
-chain can keep one layout and the optimizer's state can follow its parameter. What is proposed most often is kept, up to
+chain can keep one layout and the optimizer's state can follow its parameter; so does a contraction's epilogue between
+its extra operands and its outputs. What is proposed most often is kept, up to
 a cap; row-major is always first. Integers, small tensors and vectors stay row-major.
 """
 
@@ -27,6 +28,7 @@ __all__ = [
     "filter_proposals",
     "fixed_storages",
     "image_proposals",
+    "leading",
     "proposals",
     "rules_for",
 ]
@@ -109,6 +111,15 @@ def fixed_storages(graph: TrainingGraph) -> frozenset[str]:
     return frozenset(names | {graph.storage_of[out] for out in graph.outputs})
 
 
+def leading(op: Op) -> tuple[int, ...]:
+    """Operand positions whose layouts an op's kernels are chosen for.
+
+    Of a contraction with an epilogue these are what it multiplies and its first output: its extra operands and further
+    outputs are read and written where that one is, best in the same layout.
+    """
+    return (0, 1, len(op.inputs)) if op.kind == "contraction" else tuple(range(len(op.operands)))
+
+
 @lru_cache(maxsize=1 << 17)
 def seen_through(view: View, layout: Layout) -> Layout | None:
     """``view.layout(layout)``, remembered: repeated blocks ask the same again and again."""
@@ -147,7 +158,7 @@ def _proposing(op: Op) -> Iterable[int]:
         return (0, 1, 2, len(op.inputs))
     if op.kind == "attention_grad":
         return (0, 1, 2, 3, 6, *range(len(op.inputs), len(op.operands)))
-    return range(len(op.operands)) if op.kind == "contraction" or op.kind in _CONVOLUTIONS else ()
+    return leading(op) if op.kind == "contraction" or op.kind in _CONVOLUTIONS else ()
 
 
 def _proposes(op: Op, position: int) -> Propose:
@@ -180,7 +191,7 @@ def _pass_on(graph: TrainingGraph, votes: dict[str, dict[Layout, float]], flexib
     """One hop: each point-by-point operation offers what its full operands have to the others."""
     before = {name: dict(own) for name, own in votes.items()}
     for op in graph.ops:
-        full = _full_operands(graph, op, flexible) if op.kind in _POINT_BY_POINT else []
+        full = _full_operands(graph, op, flexible)
         if len({graph.storage_of[o.tensor] for o in full}) < 2:
             continue
         offers: dict[Layout, tuple[float, str]] = {}
@@ -200,9 +211,12 @@ def _pass_on(graph: TrainingGraph, votes: dict[str, dict[Layout, float]], flexib
 
 
 def _full_operands(graph: TrainingGraph, op: Op, flexible: set[str]) -> list[Operand]:
+    """The operands of an op, or of its epilogue, that it goes through point by point."""
+    if op.kind not in _POINT_BY_POINT and "epilogue" not in op.attrs:
+        return []
     domain = graph.operand_shape(op.outputs[0])
     return [
         o
-        for o in op.operands
+        for o in op.operands[2 if "epilogue" in op.attrs else 0 :]
         if o.view.is_bijective and graph.operand_shape(o) == domain and graph.storage_of[o.tensor] in flexible
     ]

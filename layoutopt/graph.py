@@ -10,7 +10,8 @@ seen through the operand's view:
 kind                  inputs → outputs                                       attrs
 ====================  ====================================================  =======================================
 view                  x → x seen through the input operand's view            (only before ``passes.fold_views``)
-contraction           a[b,m,k], b[b,k,n] → c[b,m,n]                          ``alpha`` (float, default 1)
+contraction           a[b,m,k], b[b,k,n], e_i[b,m,n]… → c_j[b,m,n]…          ``alpha`` (float, default 1);
+                                                                             ``epilogue``: an Expr, see below
 pointwise             x_0[d…], x_1[d…], … → y_0[d…], …                       ``expr``: an Expr, see below
 reduce                x[m,k] → y[m]                                          ``fn``: sum, mean, max
 softmax               x[m,k] → y[m,k]
@@ -43,7 +44,7 @@ A convolution is a cross-correlation, as in torch: ``y[n,o,i,j] = Σ x[n,c,i*sh 
 w[o,c,a,b]``, where what lies outside ``x`` is 0. Its bias is a pointwise addition of its own; one axis only is h = 1.
 
 Attention, with ``s = alpha * q·kᵀ`` and ``t = score(s, x…)``: ``p = softmax(t)`` along the keys, ``o = drop(p, x…)·v``.
-``peak`` is each row's largest t and ``mass`` the sum of ``exp(t - peak)``; one number instead (the logarithm of the sum)
+``peak`` is each row's largest t and ``mass`` the sum of ``exp(t - peak)``; one number instead (the log of the sum)
 could not hold a wholly masked row, where t is the most negative float. ``drop`` multiplies its input 0 by a number; it
 is absent where there is no dropout. The gradient makes s, t and p again; ``grad(dt, x…, s)`` is ds, absent where it is
 dt itself.
@@ -51,6 +52,10 @@ dt itself.
 ``weight`` of the losses is the number of targets that are not ignored (float). An op whose ``inplace`` maps output i
 to input j writes output i into input j's storage: the optimizer's updates are pointwise ops of phase "update" whose
 outputs alias the parameter and its state.
+
+A contraction without ``epilogue`` has no e_i and one output, ``alpha * a·b``. With one, input 0 of the program is that
+sum, its further inputs are the e_i (a bias is seen through an expand view), and its results are the outputs: rewrites
+(``layoutopt/rewrite_epilogue.py``) make such ops of a contraction and the pointwise work on its result.
 
 An *Expr* is a straight-line program: a tuple of instructions, each ``(op, args…)`` where an argument is a reference
 ``["x", i]`` (input i), ``["t", j]`` (instruction j) or ``["c", value]``; ``results`` lists one reference per output.

@@ -37,11 +37,11 @@ class OpEditor:
         return op
 
     def put(self, at: int, op: Op | None) -> None:
-        """Replace the op at a position, or take it away."""
-        old = self.op(at)
-        for o in old.outputs:
+        """Replace what is at a position, or take it away."""
+        old = self.ops[at]
+        for o in old.outputs if old else ():
             self.writer.pop(o.tensor, None)
-        for o in old.inputs:
+        for o in old.inputs if old else ():
             self.readers[o.tensor].discard(at)
         self.ops[at] = op
         if op is not None:

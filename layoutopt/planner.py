@@ -222,7 +222,7 @@ def _reductions_fed(tables: Tables) -> list[int]:
     out = [0] * len(tables.names)
     for op in graph.ops:
         if op.kind in _REDUCTIONS:
-            for operand in op.inputs:
+            for operand in op.inputs[:2] if op.kind == "contraction" else op.inputs:
                 storage = graph.storages[graph.storage_of[operand.tensor]]
                 if storage.role == "activation":
                     out[tables.index[storage.name]] += 1

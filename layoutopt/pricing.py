@@ -18,6 +18,10 @@ order, until the limit is reached:
 3. tuples that differ from row-major in one slot;
 4. for a contraction, the product of each slot's best layouts, ranked by the prices of 3; for other operations, tuples
    that differ from a uniform one in one slot.
+
+Of a contraction with an epilogue, that product is over what it multiplies and its first output. The others *follow* it:
+each tuple comes with its extra operands and further outputs seen in the first output's layout wherever they can be, and
+once more with them in row-major; the limit is twice as high. It is pivoted on the three alone.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
-from layoutopt.candidates import fixed_storages, seen_through
+from layoutopt.candidates import fixed_storages, leading, seen_through
 from layoutopt.errors import GraphError, InfeasibleError
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
@@ -202,7 +206,8 @@ def build_problem(
         spec = op_spec(graph, op)
         key = (spec, slots.seen, slots.members)
         if key not in shared:
-            shared[key] = _choices(pricer, spec, slots, limit or _LIMITS.get(op.kind, _LIMIT))
+            lead = tuple(i for i, group in enumerate(slots.members) if set(group) & set(leading(op)))
+            shared[key] = _choices(pricer, spec, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
         if not shared[key]:
             raise _unserved(graph, op, spec)
         nodes.append(OpNode(op.name, operands, len(op.inputs), shared[key], pinned[op.name]))
@@ -311,10 +316,11 @@ class _Slots:
         return tuple(out[k] for k in range(self.width))
 
 
-def _choices(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> tuple[Choice, ...]:
+def _choices(pricer: Pricer, spec: OpSpec, slots: _Slots, lead: tuple[int, ...], limit: int) -> tuple[Choice, ...]:
+    """The priced tuples; the slots in ``lead`` vary freely, the others follow (see the module's text)."""
     found = {}
     if all(slots.seen):
-        for picks in _tuples(pricer, spec, slots, limit):
+        for picks in _tuples(pricer, spec, slots, lead, limit):
             best = pricer.best(spec, slots.layouts(picks))
             if best:
                 indices = slots.indices(picks)
@@ -322,23 +328,38 @@ def _choices(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> tuple[C
     return tuple(found.values())
 
 
-def _tuples(pricer: Pricer, spec: OpSpec, slots: _Slots, limit: int) -> Iterator[tuple[int, ...]]:
+def _tuples(
+    pricer: Pricer, spec: OpSpec, slots: _Slots, lead: tuple[int, ...], limit: int
+) -> Iterator[tuple[int, ...]]:
     counts = [len(options) for options in slots.seen]
     plain = (0,) * len(counts)
     single = [_replaced(plain, slot, option) for slot, n in enumerate(counts) for option in range(1, n)]
-    if min(prod(counts), limit) > 2 * (1 + len(single)):
-        pricer.narrow(spec, (slots.layouts(picks) for picks in [plain, *single]))
+    led = [picks for picks in single if any(picks[slot] for slot in lead)]
+    if min(prod(counts), limit) > 2 * (1 + len(led)):
+        pricer.narrow(spec, (slots.layouts(picks) for picks in [plain, *led]))
     if prod(counts) <= limit:
         return itertools.product(*map(range, counts))
     uniform = list(_uniform(slots))
+    further: Iterable[tuple[int, ...]]
     if spec.kind == "contraction":
-        further = _best_product(pricer, spec, slots, single, limit)
+        product = list(_best_product(pricer, spec, slots, lead, led, limit))
+        further = itertools.chain((_followed(slots, spec.inputs, lead, picks) for picks in product), product)
+        limit = limit if len(lead) == len(counts) else 2 * limit
     else:
         further = (
             _replaced(base, slot, option) for base in uniform for slot, n in enumerate(counts) for option in range(n)
         )
     ordered = itertools.chain([plain], uniform, single, further)
     return itertools.islice(dict.fromkeys(itertools.islice(ordered, 8 * limit)), limit)
+
+
+def _followed(slots: _Slots, output: int, lead: tuple[int, ...], picks: tuple[int, ...]) -> tuple[int, ...]:
+    """The slots that do not lead put in the layout in which an output is seen, where they have it."""
+    layout = slots.layouts(picks)[output]
+    return tuple(
+        pick if slot in lead else next((i for i, (_, seen) in enumerate(options) if seen[0] == layout), 0)
+        for slot, (pick, options) in enumerate(zip(picks, slots.seen, strict=True))
+    )
 
 
 def _replaced(picks: tuple[int, ...], slot: int, option: int) -> tuple[int, ...]:
@@ -354,16 +375,21 @@ def _uniform(slots: _Slots) -> Iterator[tuple[int, ...]]:
 
 
 def _best_product(
-    pricer: Pricer, spec: OpSpec, slots: _Slots, single: list[tuple[int, ...]], limit: int
+    pricer: Pricer,
+    spec: OpSpec,
+    slots: _Slots,
+    lead: tuple[int, ...],
+    single: list[tuple[int, ...]],
+    limit: int,
 ) -> Iterator[tuple[int, ...]]:
-    """The product of as many options per slot as the limit allows, each slot's ranked by its single deviations."""
-    keep = max(int(limit ** (1 / len(slots.seen))), 1)
-    kept = []
-    for slot in range(len(slots.seen)):
+    """The product of as many options per leading slot as the limit allows, ranked by its single deviations."""
+    keep = max(int(round(limit ** (1 / len(lead)), 9)), 1)
+    kept: list[list[int]] = [[0]] * len(slots.seen)
+    for slot in lead:
         priced = []
         for picks in [(0,) * len(slots.seen), *(p for p in single if p[slot])]:
             best = pricer.best(spec, slots.layouts(picks))
             if best:
                 priced.append((price_ns(best[1]), picks[slot]))
-        kept.append([option for _, option in sorted(priced)[:keep]] or [0])
+        kept[slot] = [option for _, option in sorted(priced)[:keep]] or [0]
     return itertools.product(*kept)

@@ -14,12 +14,13 @@ _PER_ELEMENT |= {"softmax_grad": 4, "log_softmax_grad": 4, "layer_norm_grad": 10
 
 
 def op_flops(graph: TrainingGraph, op: Op) -> int:
-    """Floating-point operations: two per multiplication with addition; one per instruction of a pointwise program and
-    element; a few per element of an op over rows; none for moving data.
+    """Floating-point operations: two per multiplication with addition; one per instruction of a pointwise program (or of
+    a contraction's epilogue) and element; a few per element of an op over rows; none for moving data.
     """
     shapes = [graph.operand_shape(o) for o in op.operands]
     if op.kind == "contraction":
-        return 2 * prod(shapes[0]) * shapes[1][2]
+        program = op.attrs.get("epilogue")
+        return 2 * prod(shapes[0]) * shapes[1][2] + (prod(shapes[-1]) * len(program.code) if program else 0)
     if op.kind in ("conv", "conv_grad_input", "conv_grad_weight"):
         # Each output of the forward convolution meets one window of the weight.
         weight = shapes[{"conv": 1, "conv_grad_input": 1, "conv_grad_weight": 2}[op.kind]]

@@ -1,7 +1,12 @@
 // Z[b,r,c] = ALPHA * sum over k of X[b,r,k] * Y[b,k,c] over any layouts: MR x NR scalar sums a work item, every element by its
 // own index expression. The last resort, and the judge of the others.
 
-__kernel void contraction_any(X_ARG, Y_ARG, Z_ARG) {
+#ifndef EPILOGUE
+#define MORE_ARGS
+#define FINISH1(v, b, r, c) (Z[ZI(b, r, c)] = (v))
+#endif
+
+__kernel void contraction_any(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
     const int b = get_global_id(2);
     const int r0 = get_global_id(R_DIM) * MR, c0 = get_global_id(C_DIM) * NR;
     if (r0 >= RN || c0 >= CN) return;
@@ -21,7 +26,14 @@ __kernel void contraction_any(X_ARG, Y_ARG, Z_ARG) {
             for (int c = 0; c < NR; ++c) acc[r][c] += x * y[c];
         }
     }
+    float out[MR * NR];
+#pragma unroll
     for (int r = 0; r < MR; ++r)
-        for (int c = 0; c < NR; ++c)
-            if (r0 + r < RN && c0 + c < CN) Z[ZI(b, r0 + r, c0 + c)] = acc[r][c] * ALPHA;
+#pragma unroll
+        for (int c = 0; c < NR; ++c) out[r * NR + c] = acc[r][c] * ALPHA;
+    const int rows = min(MR, RN - r0), columns = min(NR, CN - c0);
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r)
+#pragma unroll 1
+        for (int c = 0; c < columns; ++c) FINISH1(out[r * NR + c], b, r0 + r, c0 + c);
 }

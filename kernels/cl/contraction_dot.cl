@@ -3,9 +3,17 @@
 // KV x Q block is one vector (tile); X's KV steps are then repeated Q times. XLOAD and YLOAD read a vector in the pieces that
 // are contiguous. KT is a multiple of KV, and inside KT a vector is XKS or YKS elements after the one before. What is left of K
 // is added one by one. Tiles at the border clamp the rows and columns they load and predicate what they store.
+// With an epilogue FINISH (ZU sums) and FINISH1 run it and store its results; ROLLED: in a loop, for it is long.
 
-inline void tile(__global const float *restrict X, __global const float *restrict Y, __global float *restrict Z, const int b,
-                 const int r0, const int c0, const int edge) {
+#ifndef EPILOGUE
+#define MORE_ARGS
+#define MORE
+#define FINISH1(v, b, r, c) (Z[ZI(b, r, c)] = (v))
+#define FINISH(v, b, r, c) STORE_Z(v, b, r, c)
+#define ROLLED 0
+#endif
+
+inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const int c0, const int edge) {
     VT acc[MR][NR / Q];
     int xo[MR], yo[NR / Q];
 #pragma unroll
@@ -27,6 +35,14 @@ inline void tile(__global const float *restrict X, __global const float *restric
 #pragma unroll
         for (int c = 0; c < NR / Q; ++c) acc[r][c] = (VT)(0.0f);
 
+#if ROLLED
+    float out[MR * NR];
+#endif
+#if ZU == 4
+#define SUMS(s, c) (float4)((s)[c], (s)[(c) + 1], (s)[(c) + 2], (s)[(c) + 3])
+#else
+#define SUMS(s, c) (float2)((s)[c], (s)[(c) + 1])
+#endif
 #define STEP(xk, yk) \
     do { \
         VT y[NR / Q]; \
@@ -70,24 +86,42 @@ inline void tile(__global const float *restrict X, __global const float *restric
             for (int c = 0; c < NR; ++c) sum[c] += x * Y[YOFF(c / Q) + YI(0, k, c % Q) - YI(0, 0, 0)];
         }
 #endif
+#if ROLLED
+#pragma unroll
+        for (int c = 0; c < NR; ++c) out[r * NR + c] = sum[c] * ALPHA;
+#else
         if (edge && r0 + r >= RN) continue;
-#if ZU == 4
+#if ZU > 1
         if (!edge || c0 + NR <= CN) {
 #pragma unroll
-            for (int c = 0; c < NR; c += 4) {
-                const float4 z = (float4)(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]) * ALPHA;
-                STORE_Z(z, b, r0 + r, c0 + c);
-            }
+            for (int c = 0; c < NR; c += ZU) FINISH(SUMS(sum, c) * ALPHA, b, r0 + r, c0 + c);
             continue;
         }
 #endif
 #pragma unroll
         for (int c = 0; c < NR; ++c)
-            if (!edge || c0 + c < CN) Z[ZI(b, r0 + r, c0 + c)] = sum[c] * ALPHA;
+            if (!edge || c0 + c < CN) FINISH1(sum[c] * ALPHA, b, r0 + r, c0 + c);
+#endif
     }
+#if ROLLED
+    const int rows = edge ? min(MR, RN - r0) : MR;
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r) {
+#if ZU > 1
+        if (!edge || c0 + NR <= CN) {
+#pragma unroll 1
+            for (int c = 0; c < NR; c += ZU) FINISH(SUMS(out + r * NR, c), b, r0 + r, c0 + c);
+            continue;
+        }
+#endif
+        const int columns = edge ? min(NR, CN - c0) : NR;
+#pragma unroll 1
+        for (int c = 0; c < columns; ++c) FINISH1(out[r * NR + c], b, r0 + r, c0 + c);
+    }
+#endif
 }
 
-__kernel void contraction_dot(X_ARG, Y_ARG, Z_ARG) {
+__kernel void contraction_dot(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
     const int b = get_global_id(2);
     for (int s = 0; s < CT; ++s) {
         const int c0 = (get_global_id(C_DIM) * CT + s) * NR;
@@ -95,12 +129,12 @@ __kernel void contraction_dot(X_ARG, Y_ARG, Z_ARG) {
             const int r0 = (get_global_id(R_DIM) * RT + t) * MR;
             if (r0 >= RN || c0 >= CN) break;
 #if RN % MR == 0 && CN % NR == 0
-            tile(X, Y, Z, b, r0, c0, 0);
+            tile(X, Y, Z MORE, b, r0, c0, 0);
 #else
             if (r0 + MR <= RN && c0 + NR <= CN)
-                tile(X, Y, Z, b, r0, c0, 0);
+                tile(X, Y, Z MORE, b, r0, c0, 0);
             else
-                tile(X, Y, Z, b, r0, c0, 1);
+                tile(X, Y, Z MORE, b, r0, c0, 1);
 #endif
         }
     }

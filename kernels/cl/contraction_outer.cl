@@ -5,9 +5,15 @@
 // elements, so that the inner loop's strides are constants whatever the layout. LOAD_Y reads a row of vectors in the pieces
 // that are contiguous. Tiles at the border read rows and pieces that exist instead of those that don't (a piece across the
 // border is moved back to end there, or ends in its tile's padding) and store value by value; k is never overrun.
+// With an epilogue FINISH and FINISH1 run it on sums and store its results; ROLLED: in a loop, for it is long.
 
-inline void tile(__global const float *restrict X, __global const float *restrict Y, __global float *restrict Z, const int b,
-                 const int r0, const int c0, const int edge) {
+#ifndef EPILOGUE
+#define MORE_ARGS
+#define MORE
+#define FINISH1(v, b, r, c) (Z[ZI(b, r, c)] = (v))
+#endif
+
+inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const int c0, const int edge) {
     VT acc[MR][NV], y[NV];
     int xo[MR], yo[YP];
 #pragma unroll
@@ -70,7 +76,15 @@ inline void tile(__global const float *restrict X, __global const float *restric
     }
 #endif
 
-#if ZU > 1
+#if defined(EPILOGUE) && !ROLLED
+    if (!edge) {
+#pragma unroll
+        for (int r = 0; r < MR; ++r)
+#pragma unroll
+            for (int j = 0; j < NV; ++j) FINISH(acc[r][j] * ALPHA, b, r0 + r, c0 + j * V);
+        return;
+    }
+#elif ZU > 1 && !defined(EPILOGUE)
     if (!edge) {
 #pragma unroll
         for (int r = 0; r < MR; ++r)
@@ -79,23 +93,32 @@ inline void tile(__global const float *restrict X, __global const float *restric
         return;
     }
 #endif
-    // Value by value, in a loop that stays a loop: unrolled and predicated it would be most of the program.
     float out[MR * NV * V];
 #pragma unroll
     for (int r = 0; r < MR; ++r)
 #pragma unroll
         for (int j = 0; j < NV; ++j) VSTORE(acc[r][j] * ALPHA, out + (r * NV + j) * V);
+#if defined(EPILOGUE) && ROLLED
+    if (!edge) {
+#pragma unroll 1
+        for (int r = 0; r < MR; ++r)
+#pragma unroll 1
+            for (int j = 0; j < NV; ++j) FINISH(VLOAD(out + (r * NV + j) * V), b, r0 + r, c0 + j * V);
+        return;
+    }
+#endif
+    // Value by value, in a loop that stays a loop: unrolled and predicated it would be most of the program.
     const int rows = min(MR, RN - r0), columns = min(NV * V, CN - c0);
 #pragma unroll 1
     for (int r = 0; r < rows; ++r)
 #pragma unroll 1
         for (int c = 0; c < columns; ++c) {
             const int moved = edge ? c / YU * YU + c0 - min(c / YU * YU + c0, YLAST) : 0;
-            Z[ZI(b, r0 + r, c0 + c)] = out[r * NV * V + c + moved];
+            FINISH1(out[r * NV * V + c + moved], b, r0 + r, c0 + c);
         }
 }
 
-__kernel void contraction_outer(X_ARG, Y_ARG, Z_ARG) {
+__kernel void contraction_outer(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
     const int b = get_global_id(2);
     for (int s = 0; s < CT; ++s) {
         const int c0 = (get_global_id(C_DIM) * CT + s) * (NV * V);
@@ -103,12 +126,12 @@ __kernel void contraction_outer(X_ARG, Y_ARG, Z_ARG) {
             const int r0 = (get_global_id(R_DIM) * RT + t) * MR;
             if (r0 >= RN || c0 >= CN) break;
 #if RN % MR == 0 && CN % (NV * V) == 0
-            tile(X, Y, Z, b, r0, c0, 0);
+            tile(X, Y, Z MORE, b, r0, c0, 0);
 #else
             if (r0 + MR <= RN && c0 + NV * V <= CN)
-                tile(X, Y, Z, b, r0, c0, 0);
+                tile(X, Y, Z MORE, b, r0, c0, 0);
             else
-                tile(X, Y, Z, b, r0, c0, 1);
+                tile(X, Y, Z MORE, b, r0, c0, 1);
 #endif
         }
     }

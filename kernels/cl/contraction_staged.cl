@@ -7,6 +7,13 @@
 // of Y and 4 of X. What lies beyond the operands is never loaded and counts as zero, so that padding cannot matter.
 // With SPLIT > 1 a group adds up one of SPLIT ranges of k, KS long, and writes to scratch; contraction_sum.cl adds those.
 
+// With an epilogue FINISH and FINISH1 run it on four sums and on one, and store its results.
+
+#ifndef EPILOGUE
+#define MORE_ARGS
+#define FINISH1(v, b, r, c) (Z_AT(b, r, c) = (v))
+#define FINISH(v, b, r, c) Z_STORE4(v, b, r, c)
+#endif
 #define XS (BM + 4)
 #define YS (BN + 4)
 #define X_ROW(v) (X_ALONG_K ? (v) / (BK / XW) : (v) % (BM / XW) * XW)
@@ -73,7 +80,7 @@
 
 #define ACROSS (BN / TN / 8)
 
-__kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_staged(X_ARG, Y_ARG, Z_ARG) {
+__kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_staged(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
     __local __attribute__((aligned(16))) float xs[2 * BK * XS];
     __local __attribute__((aligned(16))) float ys[2 * BK * YS];
     const int l = get_local_id(0);
@@ -130,13 +137,19 @@ __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_sta
             if (!IN_C(c)) continue;
 #if SPLIT > 1
             Z_STORE4(acc[i][j], q, b, r, c);
-#elif ZW == 4
-            Z_STORE4(acc[i][j] * ALPHA, b, r, c);
 #else
-            Z_AT(b, r, c) = acc[i][j].x * ALPHA;
-            if (IN_C(c + 1)) Z_AT(b, r, c + 1) = acc[i][j].y * ALPHA;
-            if (IN_C(c + 2)) Z_AT(b, r, c + 2) = acc[i][j].z * ALPHA;
-            if (IN_C(c + 3)) Z_AT(b, r, c + 3) = acc[i][j].w * ALPHA;
+#if ZW == 4
+            if (CN % 4 == 0 || c + 4 <= CN) {
+                FINISH(acc[i][j] * ALPHA, b, r, c);
+                continue;
+            }
+#endif
+#if ZW != 4 || CN % 4
+            FINISH1(acc[i][j].x * ALPHA, b, r, c);
+            if (IN_C(c + 1)) FINISH1(acc[i][j].y * ALPHA, b, r, c + 1);
+            if (IN_C(c + 2)) FINISH1(acc[i][j].z * ALPHA, b, r, c + 2);
+            if (IN_C(c + 3)) FINISH1(acc[i][j].w * ALPHA, b, r, c + 3);
+#endif
 #endif
         }
     }

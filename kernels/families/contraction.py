@@ -11,6 +11,8 @@ Internally a kernel computes Z[b,r,c] = alpha · Σ_k X[b,r,k] · Y[b,k,c]:
 - ``staged``: panels of both go through local memory (GPUs; see ``contraction_staged.py``);
 - ``any``: scalars, each by its own index expression, for whatever the others do not accept.
 
+All of them finish their sums with the op's ``epilogue``, where it has one (see ``contraction_epilogue.py``).
+
 The roles' axes are the kernel's ``views``, so nests and macros speak of (b, r, k), (b, k, c) and (b, r, c).
 
 A vector is read in *pieces* that are contiguous: where R-Tiles are narrower than the vector, several loads make one
@@ -34,6 +36,7 @@ from kernels.families.contraction_code import (
     y_edge,
     y_pieces,
 )
+from kernels.families.contraction_epilogue import Epilogue, epilogue_of, plain_finish
 from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
 from kernels.families.contraction_staged import build_staged, staged_variants
 from kernels.nest import Nest
@@ -120,15 +123,16 @@ class Contraction:
             return None
         if variant.name == "staged":
             return build_staged(variant, spec, layouts)
-        a, b, c = layouts
-        mirrored = variant.name in ("outer.m", "tile.m") or (variant.name == "dot" and _along_m(c))
-        views = (a.permute((0, 2, 1)), b.permute((0, 2, 1)), c.permute((0, 2, 1))) if mirrored else layouts
+        first = spec.inputs  # the output that says along which axis vectors are stored
+        mirrored = variant.name in ("outer.m", "tile.m") or (variant.name == "dot" and _along_m(layouts[first]))
+        views = tuple(layout.permute((0, 2, 1)) for layout in layouts) if mirrored else layouts
         x, y = (1, 0) if mirrored else (0, 1)
-        roles = (("X", x), ("Y", y), ("Z", 2))
+        epilogue = epilogue_of(spec)
+        roles = (("X", x), ("Y", y), ("Z", first), *(epilogue.roles() if epilogue else ()))
         make = {"outer.n": _outer, "outer.m": _outer, "tile.n": _tile, "tile.m": _tile, "dot": _dot, "any": _any}[
             variant.name
         ]
-        made = make(dict(variant.params), views[x], views[y], views[2], (x, y))
+        made = make(dict(variant.params), views, (x, y, first), epilogue)
         if made is None:
             return None
         body, tiling, nest, defines, preamble = made
@@ -173,7 +177,10 @@ def _along_m(c: Layout) -> bool:
     return not c.vectorizes(2, 4) and c.vectorizes(1, 4)
 
 
-def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
+def _outer(
+    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+) -> _Made | None:
+    x, y, z = (views[position] for position in positions)
     mr, nv, v = p["mr"], p["nv"], p["v"]
     yu, n = y_pieces(y, v), y.shape[2]
     if yu < min(v, 4, 1 << (n.bit_length() - 1)):
@@ -186,7 +193,8 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
     zu = zu if zu >= 4 else 1
     tiling = Tiling(z.shape, mr, nv * v, p["t"], p["s"], p["gr"], p["gc"])
     main = k // kt * kt if kt < k else k // xv * xv
-    nest = outer_nest(tiling, positions, k, (main, xv, x_axis), (yu, zu))
+    finish = epilogue.finish(views, v) if epilogue else plain_finish(positions[2], zu)
+    nest = outer_nest(tiling, positions[:2], k, (main, xv, x_axis), yu, finish)
     columns = separable(y, 2, nv * v)
     defines: dict[str, str | int | float] = {
         "NV": nv,
@@ -205,34 +213,48 @@ def _outer(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[
         y_edge(y, nv, v, yu),
         f"#define VSTORE(z,p) {f'vstore{v}(z,0,p)' if v > 1 else '(p)[0]=(z)'}",
     ]
-    if zu > 1:
+    if epilogue:
+        preamble += [f"#define VLOAD(p) {f'vload{v}(0,p)' if v > 1 else '(p)[0]'}", epilogue.code(views, v)]
+        defines |= epilogue.defines(v, epilogue.is_rolled(mr * nv * v, v, tiling.fat))
+    elif zu > 1:
         preamble.append(compose_store(z, v, zu))
     if xv > 1:
         preamble.append(load_x(x, x_axis, xv))
     return "contraction_outer", tiling, nest, defines, "\n".join(preamble)
 
 
-def _dot(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
+def _dot(
+    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+) -> _Made | None:
     v = p["v"]
-    xu, yu = piece_width(x, 2, v), piece_width(y, 1, v)
-    return None if min(xu, yu) < 4 else _along_k(p, (x, y, z), positions, v, (xu, yu))
+    xu, yu = piece_width(views[positions[0]], 2, v), piece_width(views[positions[1]], 1, v)
+    return None if min(xu, yu) < 4 else _along_k(p, views, positions, epilogue, v, (xu, yu))
 
 
-def _tile(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made | None:
+def _tile(
+    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+) -> _Made | None:
+    x, y, _ = (views[position] for position in positions)
     steps, inner = y.run(1), y.axis_modes(2)
     if not 4 <= steps < p["v"] or p["v"] % steps or not inner or inner[-1].stride != steps:
         return None
     columns, xu = p["v"] // steps, piece_width(x, 2, steps)
     if inner[-1].extent % columns or p["nr"] % columns or xu < 4:
         return None
-    return _along_k(p, (x, y, z), positions, steps, (xu, steps))
+    return _along_k(p, views, positions, epilogue, steps, (xu, steps))
 
 
 def _along_k(
-    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int], steps: int, pieces: tuple[int, int]
+    p: dict[str, int],
+    views: tuple[Layout, ...],
+    positions: tuple[int, int, int],
+    epilogue: Epilogue | None,
+    steps: int,
+    pieces: tuple[int, int],
 ) -> _Made | None:
     """Vectors of ``steps`` along k (times columns, where that is less than a vector), read in ``pieces`` of X and Y."""
-    (x, y, z), (xu, yu), mr, nr, v = views, pieces, p["mr"], p["nr"], p["v"]
+    x, y, z = (views[position] for position in positions)
+    (xu, yu), mr, nr, v = pieces, p["mr"], p["nr"], p["v"]
     k, kt, columns = x.shape[2], inner_tile(x, y), v // steps
     if k < steps:
         return None
@@ -242,9 +264,10 @@ def _along_k(
         kt = steps
         if not (separable(x, 2, steps) and separable(y, 1, steps)):
             return None
-    zu = 4 if nr % 4 == 0 and z.vectorizes(2, 4) else 1
+    zu = 4 if nr % 4 == 0 and (epilogue or z.vectorizes(2, 4)) else 2 if nr % 2 == 0 and epilogue else 1
     tiling = Tiling(z.shape, mr, nr, p["t"], p["s"], p["gr"], p["gc"])
-    nest = dot_nest(tiling, positions, k, steps, (xu, yu, zu))
+    finish = epilogue.finish(views, zu) if epilogue else plain_finish(positions[2], zu)
+    nest = dot_nest(tiling, positions[:2], k, steps, (xu, yu), finish)
     defines: dict[str, str | int | float] = {
         "NR": nr,
         "Q": columns,
@@ -261,15 +284,25 @@ def _along_k(
         compose_load("YLOAD", y, 1, v, yu, True, axis=1) if columns == 1 else f"#define YLOAD(p) vload{v}(0,p)",
         *(lane_sums(v) if columns == 1 else group_sums(v, columns)),
     ]
-    if zu > 1:
+    if epilogue:
+        preamble.append(epilogue.code(views, zu))
+        defines |= epilogue.defines(zu, epilogue.is_rolled(mr * nr, zu, tiling.fat))
+    elif zu > 1:
         preamble.append(compose_store(z, 4, 4))
     return "contraction_dot", tiling, nest, defines, "\n".join(preamble)
 
 
-def _any(p: dict[str, int], x: Layout, y: Layout, z: Layout, positions: tuple[int, int]) -> _Made:
+def _any(
+    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+) -> _Made:
+    x, _, z = (views[position] for position in positions)
     tiling = Tiling(z.shape, p["mr"], p["nr"], 1, 1, p["gr"], p["gc"])
-    nest = any_nest(tiling, positions, x.shape[2])
-    return "contraction_any", tiling, nest, {"NR": p["nr"], "KN": x.shape[2]}, ""
+    finish = epilogue.finish(views, 1) if epilogue else plain_finish(positions[2], 1)
+    nest = any_nest(tiling, positions[:2], x.shape[2], finish)
+    defines: dict[str, str | int | float] = {"NR": p["nr"], "KN": x.shape[2]}
+    if epilogue is None:
+        return "contraction_any", tiling, nest, defines, ""
+    return "contraction_any", tiling, nest, defines | epilogue.defines(1, rolled=True), epilogue.code(views, 1)
 
 
 def _vector(v: int) -> str:

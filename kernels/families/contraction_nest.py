@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from kernels.families.contraction_epilogue import Finish
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
 
 __all__ = ["Tiling", "any_nest", "dot_nest", "outer_nest"]
@@ -97,9 +98,11 @@ class Tiling:
 _B = var("b")
 
 
-def _stores(tiling: Tiling, width: int, depth: int) -> tuple[Access, ...]:
+def _ends(tiling: Tiling, finish: Finish, depth: int) -> tuple[Access, ...]:
+    """The accesses with which a register tile is finished."""
     return tuple(
-        at(2, _B, tiling.row(r), tiling.col(c), width=width, axis=2, write=True, depth=depth)
+        at(operand, _B, tiling.row(r), tiling.col(c), width=width, axis=2, write=write, depth=depth)
+        for operand, width, write in finish.accesses
         for r in range(tiling.mr)
         for c in range(0, tiling.nr, width)
     )
@@ -107,7 +110,7 @@ def _stores(tiling: Tiling, width: int, depth: int) -> tuple[Access, ...]:
 
 @lru_cache(maxsize=4096)
 def outer_nest(
-    tiling: Tiling, positions: tuple[int, int], k: int, x_vector: tuple[int, int, int], pieces: tuple[int, int]
+    tiling: Tiling, positions: tuple[int, int], k: int, x_vector: tuple[int, int, int], yu: int, finish: Finish
 ) -> Nest:
     """Per step of k: a row of Y in pieces and ``mr`` values of X.
 
@@ -116,9 +119,10 @@ def outer_nest(
         positions: operands that play X and Y.
         k: extent.
         x_vector: (steps done with vector loads of X, width of those loads, their axis); width 1: all steps are alike.
-        pieces: widths of Y's loads and of Z's stores.
+        yu: width of Y's loads.
+        finish: what is done with the sums.
     """
-    (x, y), (main, xv, x_axis), (yu, zu) = positions, x_vector, pieces
+    (x, y), (main, xv, x_axis) = positions, x_vector
     walk, flops = tiling.walk(), 2 * tiling.mr * tiling.nr
     phases = []
     if xv == 1:
@@ -138,12 +142,15 @@ def outer_nest(
             for c in range(0, tiling.nr, yu)
         ]
         phases.append(Phase((*walk, Loop("k", steps)), tuple(xs + ys if width > 1 else ys + xs), flops * width))
-    return _with_stores(tiling, phases, _stores(tiling, zu, len(walk)))
+    return _finished(tiling, phases, finish)
 
 
-def dot_nest(tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int, int]) -> Nest:
-    """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X, Y, Z); then the rest of k."""
-    (x, y), (xu, yu, zu) = positions, pieces
+@lru_cache(maxsize=4096)
+def dot_nest(
+    tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int], finish: Finish
+) -> Nest:
+    """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X and Y); then the rest of k."""
+    (x, y), (xu, yu) = positions, pieces
     walk, main = tiling.walk(), k // v * v
     phases = []
     for start, steps, step, xw, yw in ((0, k // v, v, xu, yu), (main, k - main, 1, 1, 1)):
@@ -160,20 +167,25 @@ def dot_nest(tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces:
             for i in range(0, step, xw)
         ]
         phases.append(Phase((*walk, Loop("k", steps)), tuple(ys + xs), 2 * tiling.mr * tiling.nr * step))
-    return _with_stores(tiling, phases, _stores(tiling, zu, len(walk)))
+    return _finished(tiling, phases, finish)
 
 
 @lru_cache(maxsize=4096)
-def any_nest(tiling: Tiling, positions: tuple[int, int], k: int) -> Nest:
+def any_nest(tiling: Tiling, positions: tuple[int, int], k: int, finish: Finish) -> Nest:
     """Scalars throughout."""
     x, y = positions
     ys = tuple(at(y, _B, var("k"), tiling.col(c)) for c in range(tiling.nr))
     xs = tuple(at(x, _B, tiling.row(r), var("k")) for r in range(tiling.mr))
     phase = Phase((Loop("k", k),), ys + xs, 2 * tiling.mr * tiling.nr)
-    return _with_stores(tiling, [phase], _stores(tiling, 1, 0))
+    return _finished(tiling, [phase], finish)
 
 
-def _with_stores(tiling: Tiling, phases: list[Phase], stores: tuple[Access, ...]) -> Nest:
-    last = phases[-1]
-    phases[-1] = Phase(last.loops, last.accesses + stores, last.flops)
+def _finished(tiling: Tiling, phases: list[Phase], finish: Finish) -> Nest:
+    """The nest of the sums' phases and of what follows them."""
+    walk = tiling.walk()
+    if finish.own:
+        phases.append(Phase(walk, _ends(tiling, finish, len(walk)), finish.flops * tiling.mr * tiling.nr))
+    else:
+        last = phases[-1]
+        phases[-1] = Phase(last.loops, last.accesses + _ends(tiling, finish, len(walk)), last.flops)
     return Nest(tiling.grid(), tuple(phases))

@@ -5,14 +5,16 @@ is loaded in vectors of 4 along the axis along which its layout is contiguous, b
 and laid down k-major; so one variant serves every layout, and layouts differ only in how many lines a panel touches.
 
 Where the output alone would not keep a device busy, k is split: ``q`` groups add up a range each and a second launch
-adds their sums, in a fixed order.
+adds their sums, in a fixed order. An epilogue (see ``contraction_epilogue.py``) runs where the sums are whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
+from kernels.families.contraction_epilogue import Finish, epilogue_of, plain_finish
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
@@ -64,25 +66,37 @@ def _split(groups: int, panels: int, units: int) -> int:
 
 def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
     """The kernel: any buffer layouts are accepted; None where a range of k would be empty."""
-    a, b, c = layouts
-    mirrored = not c.vectorizes(2, 4) and c.vectorizes(1, 4)
-    views = (a.permute((0, 2, 1)), b.permute((0, 2, 1)), c.permute((0, 2, 1))) if mirrored else layouts
+    first, epilogue = spec.inputs, epilogue_of(spec)
+    mirrored = not layouts[first].vectorizes(2, 4) and layouts[first].vectorizes(1, 4)
+    views = tuple(layout.permute((0, 2, 1)) for layout in layouts) if mirrored else layouts
     x, y = (1, 0) if mirrored else (0, 1)
     p = dict(variant.params)
-    batch, rows, cols = views[2].shape
+    batch, rows, cols = views[first].shape
     k, q = views[x].shape[2], p["q"]
     panels = -(-k // p["bk"])
     steps = -(-panels // q)
     if (q - 1) * steps >= panels:
         return None
     x_load, y_load = _loader(views[x], 1, 2), _loader(views[y], 2, 1)
-    zw = 4 if views[2].vectorizes(2, 4) and cols % 4 == 0 else 1
-    target = 3 if q > 1 else 2
+    zw = 4 if epilogue or (views[first].vectorizes(2, 4) and cols % 4 == 0) else 1
+    finish = epilogue.finish(views, 4) if epilogue else plain_finish(first, zw)
+    ending = _Ending(
+        finish,
+        epilogue.roles() if epilogue else (),
+        tuple(epilogue.defines(4, rolled=False).items()) if epilogue else (),
+        epilogue.code(views, 4) if epilogue else "",
+    )
+    target = len(layouts) if q > 1 else first
     partial = Layout.row_major((q, batch, rows, -(-cols // 4) * 4))
     items = p["bm"] // p["tm"] * (p["bn"] // p["tn"])
     groups = -(-rows // p["bm"]), -(-cols // p["bn"])
     nest = _staged_nest(
-        variant.params, (batch, *groups), steps, (x, *x_load), (y, *y_load), (target, 4 if q > 1 else zw)
+        variant.params,
+        (batch, *groups),
+        steps,
+        (x, *x_load),
+        (y, *y_load),
+        plain_finish(target, 4) if q > 1 else finish,
     )
     defines: dict[str, str | int | float] = {
         **{key.upper(): p[key] for key in ("bm", "bn", "bk", "tm", "tn")},
@@ -104,16 +118,17 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     main = Launch(
         "contraction_staged.cl",
         "contraction_staged",
-        (("X", x), ("Y", y), ("Z", target)),
+        (("X", x), ("Y", y), ("Z", target), *(ending.roles if q == 1 else ())),
         nest,
         (groups[1] * items, groups[0], batch * q),
         (items, 1, 1),
-        tuple(defines.items()),
+        (*defines.items(), *(ending.defines if q == 1 else ())),
+        ending.code if q == 1 else "",
     )
     seen = views if mirrored else ()
     if q == 1:
         return Kernel(spec, variant, layouts, (main,), views=seen)
-    total = _sum_launch(q, (batch, rows, cols), zw, defines["ALPHA"])
+    total = _sum_launch(q, (batch, rows, cols), (target, first), (("ZW", zw), ("ALPHA", defines["ALPHA"])), ending)
     return Kernel(spec, variant, layouts, (main, total), (Scratch("float32", partial),), views=seen)
 
 
@@ -152,7 +167,7 @@ def _staged_nest(
     steps: int,
     x: tuple[int, int, int],
     y: tuple[int, int, int],
-    store: tuple[int, int],
+    finish: Finish,
 ) -> Nest:
     p = dict(params)
     bm, bn, bk, tm, tn, q = (p[key] for key in ("bm", "bn", "bk", "tm", "tn", "q"))
@@ -162,25 +177,26 @@ def _staged_nest(
         loads = [_shifted(a, 2 if a.operand == x[0] else 1, steps * bk) for a in loads]
     row = Index(0, (Term("r", bm), Term(_L, 4, 8, 4), Term(_L, 16, 32 * across)))
     col = Index(0, (Term("c", bn), Term(_L, 4, 1, 8), Term(_L, 32, 32, across)))
-    target, width = store
     lead = (var("q"), var(_B)) if q > 1 else (var(_B),)
-    stores = [
+    ends = tuple(
         at(
-            target,
+            operand,
             *lead,
             row + (i // 4 * (bm // tm * 4) + i % 4),
             col + (j // 4 * (bn // tn * 4) + j % 4),
             width=width,
             axis=len(lead) + 1,
-            write=True,
+            write=write,
             depth=0,
         )
+        for operand, width, write in finish.accesses
         for i in range(tm)
         for j in range(0, tn, width)
-    ]
-    phase = Phase((Loop("k", steps),), (*loads, *stores), 2 * tm * tn * bk)
+    )
+    sums = Phase((Loop("k", steps),), (*loads, *(() if finish.own else ends)), 2 * tm * tn * bk)
+    phases = (sums, Phase((), ends, finish.flops * tm * tn)) if finish.own else (sums,)
     groups = (Loop(name, n, "group") for name, n in zip((_B, "q", "r", "c"), (grid[0], q, *grid[1:]), strict=True))
-    return Nest((*groups, Loop(_L, items, "item")), (phase,))
+    return Nest((*groups, Loop(_L, items, "item")), phases)
 
 
 def _shifted(access: Access, k_axis: int, per_range: int) -> Access:
@@ -190,16 +206,36 @@ def _shifted(access: Access, k_axis: int, per_range: int) -> Access:
     return at(access.operand, *coords, width=access.width, axis=access.axis)
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """What the launch that has the whole sums does with them: for its nest, its operands, its code."""
+
+    finish: Finish
+    roles: tuple[tuple[str, int], ...]
+    defines: tuple[tuple[str, str | int | float], ...]
+    code: str
+
+
 @lru_cache(maxsize=1024)
-def _sum_launch(q: int, shape: tuple[int, int, int], zw: int, alpha: float) -> Launch:
-    batch, rows, cols = shape
+def _sum_launch(
+    q: int,
+    shape: tuple[int, int, int],
+    positions: tuple[int, int],
+    constants: tuple[tuple[str, str | int | float], ...],
+    ending: _Ending,
+) -> Launch:
+    (batch, rows, cols), (partial, first) = shape, positions
     across, down = _SUM_GROUP
     vectors = -(-cols // 4)
     groups = -(-rows // down), -(-vectors // across)
     row = Index(0, (Term("r", down), Term("ri")))
     col = Index(0, (Term("c", 4 * across), Term("ci", 4)))
-    loads = [at(3, i, var(_B), row, col, width=4, axis=3) for i in range(q)]
-    stores = [at(2, var(_B), row, col + j, width=zw, axis=2, write=True) for j in range(0, 4, zw)]
+    loads = [at(partial, i, var(_B), row, col, width=4, axis=3) for i in range(q)]
+    ends = [
+        at(operand, var(_B), row, col + j, width=width, axis=2, write=write)
+        for operand, width, write in ending.finish.accesses
+        for j in range(0, 4, width)
+    ]
     grid = (
         Loop(_B, batch, "group"),
         Loop("r", groups[0], "group"),
@@ -207,13 +243,13 @@ def _sum_launch(q: int, shape: tuple[int, int, int], zw: int, alpha: float) -> L
         Loop("ri", down, "item"),
         Loop("ci", across, "item"),
     )
-    defines = {"RN": rows, "CN": cols, "SPLIT": q, "ZW": zw, "ALPHA": alpha}
     return Launch(
         "contraction_sum.cl",
         "contraction_sum",
-        (("P", 3), ("Z", 2)),
-        Nest(grid, (Phase((), (*loads, *stores), 4 * q),)),
+        (("P", partial), ("Z", first), *ending.roles),
+        Nest(grid, (Phase((), (*loads, *ends), 4 * (q + ending.finish.flops)),)),
         (groups[1] * across, groups[0] * down, batch),
         (across, down, 1),
-        tuple(defines.items()),
+        (("RN", rows), ("CN", cols), ("SPLIT", q), *constants, *ending.defines),
+        ending.code,
     )
