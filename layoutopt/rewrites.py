@@ -18,13 +18,18 @@ from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.rewrite_attention import fuse_attention
+from layoutopt.rewrite_epilogue import with_epilogues
 from layoutopt.rewrite_neighbours import bring_together
 
 __all__ = ["ALWAYS", "OPTIONAL", "REWRITES", "Rewrite", "alternatives", "origin_of", "planned_graph", "rewritten"]
 
 Rewrite = Callable[[TrainingGraph], TrainingGraph]
 
-REWRITES: dict[str, Rewrite] = {"attention": fuse_attention, "neighbours": bring_together}
+REWRITES: dict[str, Rewrite] = {
+    "attention": fuse_attention,
+    "epilogue": with_epilogues,
+    "neighbours": bring_together,
+}
 """By name, in the order in which they are applied."""
 
 ALWAYS: tuple[str, ...] = ("neighbours",)
