@@ -5,7 +5,7 @@ VENV      ?= .venv
 DEMO_VENV ?= .venv-demo
 # Installed first and exactly: a looser request may pull another build, gigabytes larger.
 TORCH     ?= torch==2.13.0
-# Tests share the cores: kernels are compiled by one thread each. 0 runs them in one process.
+# Tests share the cores, as compiling a kernel takes one; each worker takes tests that lie together.
 WORKERS   ?= auto
 PIP        = -m pip --disable-pip-version-check install
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from layoutopt.checkpoint import initial_values, save_safetensors
 from layoutopt.cli import main
 from layoutopt.graph import TrainingGraph
 
-__all__ = ["USER_MODULE", "refused", "small_device", "text_checkpoint", "write_samples", "write_text"]
+__all__ = ["USER_MODULE", "own_folder", "refused", "small_device", "text_checkpoint", "write_samples", "write_text"]
 
 USER_MODULE = """
 import torch
@@ -78,6 +79,15 @@ def nothing():
     return 3
 """
 WORDS = ("free", "prize", "win", "call", "hello", "mum", "home", "lunch")
+
+
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a test's own to work in, and no calibration of the user's."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return work
 
 
 def refused(capsys, *arguments: object) -> str:

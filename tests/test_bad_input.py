@@ -17,7 +17,7 @@ from layoutopt.cli import main
 from layoutopt.errors import LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.passes import run_passes
-from tests.face import USER_MODULE, refused, small_device, text_checkpoint, write_samples, write_text
+from tests.face import USER_MODULE, own_folder, refused, small_device, text_checkpoint, write_samples, write_text
 from tests.graphs import linear_step
 
 GENERIC = ("--device-model", "generic-cpu")
@@ -30,12 +30,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def too_late(*_: object, **__: object) -> None:
         pytest.fail("calibrated before the input was found to be bad")
 
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
     monkeypatch.setattr("costmodel.calibrate.calibrate", too_late)
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    return work
+    return own_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")

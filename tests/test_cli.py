@@ -17,19 +17,14 @@ from kernels.runtime import devices
 from layoutopt import cli, finetune, graphfile, plan
 from layoutopt.cli import main
 from layoutopt.graph import TrainingGraph
-from tests.face import USER_MODULE, refused, text_checkpoint, write_samples, write_text
+from tests.face import USER_MODULE, own_folder, refused, text_checkpoint, write_samples, write_text
 
 GENERIC = ("--device-model", "generic-cpu")
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own to work in, and no calibration of the user's."""
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    return work
+    return own_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
