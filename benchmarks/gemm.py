@@ -237,7 +237,7 @@ def table(found: dict[str, Any], gpu: bool) -> Table:
     out = Table("layout", "kernel", "GFLOP/s", "quartiles", f"of {BURST}", "over peer", title=title)
     for row in sorted(found["rows"] + found["peers"], key=lambda r: judged(r, gpu)):
         seconds = row["seconds"]
-        low, _, high = quantiles(seconds, n=4) if len(seconds) > 1 else (seconds[0],) * 3
+        low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (seconds[0],) * 3
         out.add_row(
             row["layout"],
             row["kernel"].removeprefix("contraction."),

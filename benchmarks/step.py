@@ -137,8 +137,8 @@ class Contest:
             return Child("benchmarks.contenders.ours", self.spec, log)
         if name == "tinygrad":
             python = self.args.tinygrad_python or sys.executable
-            environment = {"DEV": "CL", "CL_VISIBLE": str(self.args.device_index)}
-            return Child("benchmarks.contenders.tinygrad_peer", self.spec, log, python, environment)
+            spec = {**self.spec, "driver": self.args.driver}
+            return Child("benchmarks.contenders.tinygrad_peer", spec, log, python, {"DEV": "CL"})
         return Child("benchmarks.contenders.torch_peer", {**self.spec, "mode": name}, log)
 
     def _ready(self, name: str) -> None:
@@ -204,7 +204,7 @@ class Contest:
 def _quartiles(values: list[float]) -> list[float]:
     if len(values) < 2:
         return [values[0], values[0]]
-    low, _, high = statistics.quantiles(values, n=4)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return [low, high]
 
 
@@ -305,7 +305,7 @@ def main() -> int:
     except LayoutOptError as error:
         print(f"step: {error}", file=sys.stderr)
         return 2
-    args.gpu, args.device_index = info.limits.kind == "gpu", info.index
+    args.gpu, args.driver = info.limits.kind == "gpu", info.driver
     args.burst = args.burst or (10 if args.gpu and not args.smoke else 1)
     print(f"device: {info.short}", flush=True)
     found: list[dict[str, Any]] = []

@@ -35,6 +35,7 @@ class Work:
         labels: classes; 0 for a language model, whose labels are its tokens.
         vocabulary: tokens are below this.
         image: height and width of the images, channels; 0 for text.
+        heads: of attention.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Work:
     labels: int = 0
     vocabulary: int = 0
     image: tuple[int, int] = (0, 0)
+    heads: int = 12
 
     @property
     def size(self) -> str:
@@ -66,11 +68,11 @@ WORKS: dict[str, Work] = {
         Work("A", "BERT classifier, 6 layers of 384 (MiniLM)", "minilm", 8, 128, 2, 30522),
         Work("B", "BERT-base classifier", "bert-base", 4, 128, 2, 30522),
         Work("C", "GPT-2 small with its full loss", "gpt2", 2, 128, 0, 50257),
-        Work("D", "ViT-Tiny", "vit-tiny", 8, 0, 10, 0, (224, 3)),
-        Work("E", "BERT-Large classifier", "bert-large", 8, 128, 2, 30522),
-        Work("F", "ViT-Large", "vit-large", 8, 0, 10, 0, (224, 3)),
-        Work("tiny", "BERT of 2 layers of 60, for --smoke", "bert-tiny", 3, 13, 3, 101),
-        Work("tinyvit", "ViT of 2 layers of 60, for --smoke", "vit-odd", 3, 0, 10, 0, (8, 1)),
+        Work("D", "ViT-Tiny", "vit-tiny", 8, 0, 10, 0, (224, 3), 3),
+        Work("E", "BERT-Large classifier", "bert-large", 8, 128, 2, 30522, heads=16),
+        Work("F", "ViT-Large", "vit-large", 8, 0, 10, 0, (224, 3), 16),
+        Work("tiny", "BERT of 2 layers of 60, for --smoke", "bert-tiny", 3, 13, 3, 101, heads=4),
+        Work("tinyvit", "ViT of 2 layers of 60, for --smoke", "vit-odd", 3, 0, 10, 0, (8, 1), 4),
     )
 }
 

@@ -393,7 +393,7 @@ def print_profile(found: Profile, top: int) -> None:
     """The step, then a table per phase, kind, kernel and op."""
     from layoutopt.show import out, table
 
-    low, _, high = quantiles(found.steps_s, n=4) if len(found.steps_s) > 1 else (found.step_s,) * 3
+    low, _, high = quantiles(found.steps_s, n=4, method="inclusive") if len(found.steps_s) > 1 else (found.step_s,) * 3
     total = grouped(found.launches, lambda _: "step")
     out(f"{found.graph} ({found.strategy}) on {found.device}")
     out(
