@@ -20,7 +20,7 @@ from benchmarks.contenders.wire import forget_peak, resident_bytes, serve
 from benchmarks.works import LR, WORKS, Work, batches
 
 os.environ.setdefault("DEV", "CL")
-from tinygrad import Device, Tensor, TinyJit, nn  # noqa: E402  # after the choice of its device
+from tinygrad import Device, Tensor, TinyJit, nn
 
 EPS = 1e-12
 
