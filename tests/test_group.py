@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from costmodel.model import CostModel
+from kernels.bind import bind
 from kernels.execute import Executor
-from kernels.group import alike_steps, stacked_size
+from kernels.group import alike_steps, stacked_size, stacked_source
 from kernels.runtime import Runtime, devices
+from kernels.source import program_source
+from kernels.spec import DeviceLimits
 from layoutopt import planner
 from layoutopt.checkpoint import initial_values
 from layoutopt.compare import example_inputs
 from layoutopt.models import shipped, uncalibrated
+from tests.plans import naive_plan, row_major
 
 
 @pytest.mark.parametrize("strategy", ["rowmajor", "rtile"])
@@ -68,3 +72,15 @@ def test_instances_are_stacked_along_the_third_dimension() -> None:
             size, local = stacked_size(launch, 5)
             assert np.prod(size) == 5 * np.prod(launch.global_size)
             assert np.prod(local) == np.prod(launch.local_size)
+
+
+@pytest.mark.parametrize("limits", [DeviceLimits(), DeviceLimits(kind="gpu", simd_width=32)], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("name", ["swin-tiny", "gpt2"])
+def test_every_kernel_can_be_stacked(name: str, limits: DeviceLimits) -> None:
+    graph = shipped(name)
+    plan = naive_plan(graph, limits, row_major)
+    kernels = {step.kernel.key: step.kernel for step in bind(graph, plan, limits)}
+    for kernel in kernels.values():
+        for launch in kernel.launches:
+            source = stacked_source(program_source(kernel, launch), launch)
+            assert f"{launch.entry}(__global uchar *arena_, __global const ulong *table_)" in source

@@ -14,11 +14,11 @@
 #define STORE2(A, v, i, j) CAT(A##_STORE, W)(v, i, j)
 #define STORE3(A, v, h, i, j) CAT(A##_STORE, W)(v, h, i, j)
 #endif
-#define ENTRY __kernel __attribute__((reqd_work_group_size(ROWS_AT_ONCE * LANES, 1, 1)))
+#define ENTRY __attribute__((reqd_work_group_size(ROWS_AT_ONCE * LANES, 1, 1)))
 
 #ifdef OP_gather
 // ROWS rows one after the other, ROWS_AT_ONCE of them at once in a work group, LANES work items across a row.
-ENTRY void gather(TABLE_ARG, IDS_ARG, Y_ARG)
+__kernel ENTRY void gather(TABLE_ARG, IDS_ARG, Y_ARG)
 {
     const int lane = (int)get_local_id(0) % LANES;
     for (int q = 0; q < ROWS; ++q) {
@@ -100,7 +100,7 @@ void block(DY_ARG, IDS_ARG, GRAD_ARG)
         } \
     }
 
-ENTRY void rows(DY_ARG, IDS_ARG, GRAD_ARG)
+__kernel ENTRY void rows(DY_ARG, IDS_ARG, GRAD_ARG)
 {
     __local uint hits[BLOCK][32], some[BLOCK];
     const int item = get_local_id(0), lane = item % LANES, base = (int)get_group_id(0) * BLOCK;
@@ -148,7 +148,7 @@ ENTRY void rows(DY_ARG, IDS_ARG, GRAD_ARG)
 #define PUT(v, t, j) STORE3(PART, v, s, t, j);
 #define PUT1(v, t, j) PART_AT(s, t, j) = v;
 #endif
-ENTRY void parts(DY_ARG, IDS_ARG, OUT_ARG)
+__kernel ENTRY void parts(DY_ARG, IDS_ARG, OUT_ARG)
 {
     __local VEC sums[ROWS_AT_ONCE][TARGETS][LANES];
     const int lane = (int)get_local_id(0) % LANES, at = (int)get_local_id(0) / LANES;

@@ -147,9 +147,9 @@ static float across(__local float *part, int lane, float x, int maximum)
 #endif
 
 #if ORIENT == GROUP
-#define ENTRY __kernel __attribute__((reqd_work_group_size(ROWS * L, 1, 1)))
+#define ENTRY __attribute__((reqd_work_group_size(ROWS * L, 1, 1)))
 #else
-#define ENTRY __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
+#define ENTRY __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
 #endif
 
 #define PEAK(T, LD, LDK, ST, A) const T x = LD(X); A(put)(x, x) A(peak) = LARGER(A(peak), x);
@@ -172,7 +172,7 @@ static float across(__local float *part, int lane, float x, int maximum)
 #define EXP_Y(T, LD, LDK, ST, A) const T e = A(exp)(LD(X) - peak); A(sum) += e; ST(Y, e);
 #define SCALE_Y(T, LD, LDK, ST, A) const T e = LD(Y) * scale; ST(Y, e);
 #endif
-ENTRY void softmax(X_ARG, Y_ARG)
+__kernel ENTRY void softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
         EXPONENTIALS(EXP_Y)
@@ -186,7 +186,7 @@ ENTRY void softmax(X_ARG, Y_ARG)
 #define DOT(T, LD, LDK, ST, A) \
     const T dy = LD(DY), y = LD(Y); A(put)(dy, dy) A(put)(y, y) A(dot_) += dy * y;
 #define DX_(T, LD, LDK, ST, A) const T d = A(get)(y, LD(Y)) * (A(get)(dy, LD(DY)) - dot_); ST(DX, d);
-ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
+__kernel ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 {
     ROWS_BEGIN
         KEPT(dy) KEPT(y)
@@ -200,7 +200,7 @@ ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 
 #ifdef OP_log_softmax
 #define LOG_Y(T, LD, LDK, ST, A) const T e = A(get)(x, LD(X)) - lse; ST(Y, e);
-ENTRY void log_softmax(X_ARG, Y_ARG)
+__kernel ENTRY void log_softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
         EXPONENTIALS(EXP_SUM)
@@ -213,7 +213,7 @@ ENTRY void log_softmax(X_ARG, Y_ARG)
 #ifdef OP_log_softmax_grad
 #define DY_SUM(T, LD, LDK, ST, A) const T dy = LD(DY); A(put)(dy, dy) A(sum) += dy;
 #define DX_(T, LD, LDK, ST, A) const T d = A(get)(dy, LD(DY)) - A(exp)(LD(Y)) * sum; ST(DX, d);
-ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
+__kernel ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 {
     ROWS_BEGIN
         KEPT(dy)
@@ -230,7 +230,7 @@ ENTRY void log_softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 // Deviations from the mean, in a pass of their own: the difference of two large sums would cancel.
 #define SQUARES(T, LD, LDK, ST, A) const T d = A(get)(x, LD(X)) - mean; A(square) += d * d;
 #define NORMAL_Y(T, LD, LDK, ST, A) const T y = (A(get)(x, LD(X)) - mean) * rstd * LDK(G) + LDK(B); ST(Y, y);
-ENTRY void layer_norm(X_ARG, G_ARG, B_ARG, Y_ARG, MEAN_ARG, RSTD_ARG)
+__kernel ENTRY void layer_norm(X_ARG, G_ARG, B_ARG, Y_ARG, MEAN_ARG, RSTD_ARG)
 {
     ROWS_BEGIN
         KEPT(x)
@@ -256,7 +256,7 @@ ENTRY void layer_norm(X_ARG, G_ARG, B_ARG, Y_ARG, MEAN_ARG, RSTD_ARG)
 #define DX_(T, LD, LDK, ST, A) \
     const T g = A(get)(g, LD(DY) * LDK(G)), n = A(get)(n, (LD(X) - mean) * rstd); \
     const T d = rstd * (g - mean_g - n * mean_gn); ST(DX, d);
-ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
+__kernel ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
 {
     ROWS_BEGIN
         KEPT(g) KEPT(n)
@@ -273,7 +273,7 @@ ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX_ARG)
 #endif
 
 #ifdef OP_cross_entropy
-ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
+__kernel ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 {
     ROWS_BEGIN
         EXPONENTIALS(EXP_SUM)
@@ -289,7 +289,7 @@ ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 // The maximum of a part of a row and the sum of its exponentials from there. A part that is all -infinity (masked classes)
 // sums to zero, where a whole row would be NaN; a NaN stays one.
 #define PART_SUM(T, LD, LDK, ST, A) A(sum) += A(exp)(A(get)(x, LD(X)) - origin);
-ENTRY void lse_part(X_ARG, TOP_ARG, MASS_ARG)
+__kernel ENTRY void lse_part(X_ARG, TOP_ARG, MASS_ARG)
 {
     ROWS_BEGIN
         KEPT(x)
@@ -308,7 +308,7 @@ ENTRY void lse_part(X_ARG, TOP_ARG, MASS_ARG)
 
 #ifdef OP_cross_entropy_grad
 #define DX_(T, LD, LDK, ST, A) const T d = counted ? A(exp)(LD(X) - lse) * scale : (T)(0.0f); ST(DX, d);
-ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
+__kernel ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
 {
     ROWS_BEGIN
         const int target = TARGET_AT(i), counted = target != IGNORE;
@@ -324,7 +324,7 @@ ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG,
 
 #ifdef OP_nll_loss_grad
 #define ZEROS(T, LD, LDK, ST, A) const T d = (T)(0.0f); ST(DX, d);
-ENTRY void nll_loss_grad(DLOSS_ARG, TARGET_ARG, WEIGHT_ARG, DX_ARG)
+__kernel ENTRY void nll_loss_grad(DLOSS_ARG, TARGET_ARG, WEIGHT_ARG, DX_ARG)
 {
     ROWS_BEGIN
         const int target = TARGET_AT(i);
