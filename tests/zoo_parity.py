@@ -208,6 +208,7 @@ def measure(runtime: Runtime, label: str, which: str) -> Measured:
     return Measured(tuple(losses), gradients, updates, launches, len(plan.relayouts))
 
 
+@lru_cache(maxsize=2)
 def torch_float32_error(label: str) -> float:
     """The worst relative error of torch's own gradients in float32, on the processor."""
     name, _, mode = label.partition(":")
