@@ -27,6 +27,7 @@ from costmodel.runner import ARENA_BYTES, Bench, Prepared
 from kernels.spec import Kernel
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
+from layoutopt.rewrites import origin_of
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -71,7 +72,8 @@ def calibrate(
     Args:
         runtime: the device.
         budget_s: wall time to spend, compiling included.
-        graphs: measure for planning these; without any, a designed sample of every kernel family.
+        graphs: measure for planning these, as captured or rewritten; without any, a designed sample of every kernel
+            family.
         progress: called with what is being done and the share of the budget used.
         seed: of data, sample and held-out share.
         chooser: names the kernels that plans under a model would run. What of them is not measured yet is measured, the
@@ -107,7 +109,7 @@ def calibrate(
         model,
         features=FEATURES,
         measurements={},
-        graphs=tuple(dict.fromkeys([*model.graphs, *(g.hash for g in graphs)])),
+        graphs=tuple(dict.fromkeys([*model.graphs, *(origin_of(g)[0] for g in graphs)])),
     )
     tell("listing kernels")
     bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)

@@ -54,7 +54,8 @@ def calibrate_for(
 
     ask = bool(graphs) and budget_s >= LEAST_ASKING_S
     chooser = (lambda model: _chosen(graphs, model)) if ask else None
-    return calibrate(runtime, budget_s, tuple(graphs), progress, seed, chooser, base)
+    planned = tuple(a for g in graphs for a in alternatives(g))
+    return calibrate(runtime, budget_s, planned, progress, seed, chooser, base)
 
 
 def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel) -> list[Kernel]:

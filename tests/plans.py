@@ -22,6 +22,7 @@ from layoutopt.errors import GraphError
 from layoutopt.graph import Op, Storage, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.plan import PLAN_VERSION, ArenaSlot, ItemCost, LayoutDoc, Plan, PlannedOp, PlannedRelayout, SolverReport
+from layoutopt.rewrites import origin_of
 
 BYTES = {"float32": 4, "int32": 4, "bool": 1}
 NO_COST = ItemCost(0)
@@ -235,7 +236,7 @@ def naive_plan(
     """A feasible plan.
 
     Args:
-        graph: any graph of folded views.
+        graph: any graph of folded views, as captured or rewritten.
         limits: of the device that it will run on.
         pick_layout: a storage's primary layout (of inputs and outputs too: the executor packs whatever it is told).
         pick_kernel: one of the kernels that accept the layouts.
@@ -260,10 +261,11 @@ def naive_plan(
         ArenaSlot(p.buffer.name, p.offset_bytes, p.buffer.size_bytes, p.buffer.first, p.buffer.last)
         for p in arena.placed
     ]
+    origin, rewrites = origin_of(graph)
     return Plan(
         version=PLAN_VERSION,
         graph_name=graph.name,
-        graph_hash=graph.hash,
+        graph_hash=origin,
         device_name="any",
         device_hash="",
         layouts={name: tuple(LayoutDoc.of(x) for x in layouts) for name, layouts in builder.layouts.items()},
@@ -273,4 +275,5 @@ def naive_plan(
         arena_bytes=arena.size_bytes,
         arena=tuple(slots),
         solver=SolverReport("test", "naive", "HEURISTIC", 0, 0, 0.0, 0.0, len(primary), 0, 0),
+        rewrites=rewrites,
     )

@@ -27,6 +27,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import AdamW, hyper_values
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
+from layoutopt.rewrites import rewritten
 from tests import small_models
 from tests.plans import any_of, first, mixed, naive_plan, r_tile, row_major, solver_plan
 
@@ -117,6 +118,8 @@ def solved(model: str, limits: DeviceLimits) -> Plan:
 def plans(model: str, limits: DeviceLimits, which: str) -> Plan:
     """One of the plans to test; gradients and everything else share memory where lives do not meet."""
     graph = case(model).graph
+    if which.endswith(", epilogues"):
+        graph, which = rewritten(graph, ["epilogue"]), which.removesuffix(", epilogues")
     if which == "solver":
         return solved(model, limits)
     if which == "row-major":
@@ -156,7 +159,7 @@ def shared_runtime(device_index: int) -> Runtime:
     return Runtime(devices()[device_index])
 
 
-@pytest.mark.parametrize("which", ["row-major", "r-tile", "mixed 1", "mixed 2", "solver"])
+@pytest.mark.parametrize("which", ["row-major", "r-tile", "mixed 1", "mixed 2", "solver", "mixed 3, epilogues"])
 @pytest.mark.parametrize("model", MODELS)
 def test_training_agrees_with_torch(model: str, which: str, device_index: int) -> None:
     expected = case(model)
