@@ -27,7 +27,9 @@ from tests.graphs import attention_step, linear_step
 
 @pytest.fixture(scope="module")
 def graph() -> TrainingGraph:
-    return run_passes(linear_step())[0]
+    graph = run_passes(linear_step())[0]
+    tensors = {n: replace(t, init="normal:0.5") if t.role == "parameter" else t for n, t in graph.tensors.items()}
+    return graph.with_ops(graph.ops, tensors=tensors)
 
 
 @pytest.fixture
