@@ -159,7 +159,7 @@ def check(device_index: int, kernels: Iterable[Kernel | None]) -> None:
 
 
 def staged(**params: int) -> KernelVariant:
-    full = {"bm": 32, "bn": 64, "bk": 16, "tm": 4, "tn": 4, "q": 1} | params
+    full = {"bm": 32, "bn": 64, "bk": 16, "tm": 4, "tn": 4, "slices": 1, "q": 1} | params
     return KernelVariant("contraction", "staged", tuple(full.items()))
 
 

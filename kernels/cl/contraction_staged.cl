@@ -5,6 +5,7 @@
 //
 // An item owns TM x TN of the output in chunks of 4 x 4 that lie BM/TM*4 (BN/TN*4) apart; 8 x 4 neighbouring items read 8 vectors
 // of Y and 4 of X. What lies beyond the operands is never loaded and counts as zero, so that padding cannot matter.
+// With SLICES = 2 there are twice as many items, and each half adds up one half of every panel: more to hide latencies with.
 // With SPLIT > 1 a group adds up one of SPLIT ranges of k, KS long, and writes to scratch; contraction_sum.cl adds those.
 
 // With an epilogue FINISH and FINISH1 run it on four sums and on one, and store its results.
@@ -81,13 +82,13 @@
 #define ACROSS (BN / TN / 8)
 
 __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_staged(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
-    __local __attribute__((aligned(16))) float xs[2 * BK * XS];
-    __local __attribute__((aligned(16))) float ys[2 * BK * YS];
-    const int l = get_local_id(0);
+    __local __attribute__((aligned(16))) float stage[2 * BK * (XS + YS)];
+    __local float *const xs = stage, *const ys = stage + 2 * BK * XS;
+    const int l = get_local_id(0), o = l % (ITEMS / SLICES), slice = l / (ITEMS / SLICES);
     const int r0 = get_group_id(1) * BM, c0 = get_group_id(0) * BN;
     const int b = get_group_id(2) / SPLIT, q = get_group_id(2) % SPLIT;
     const int begin = q * KS, end = SPLIT > 1 ? min(begin + KS, KN) : KN;
-    const int ri = l % 32 / 8 * 4 + l / 32 / ACROSS * 16, ci = l % 8 * 4 + l / 32 % ACROSS * 32;
+    const int ri = o % 32 / 8 * 4 + o / 32 / ACROSS * 16, ci = o % 8 * 4 + o / 32 % ACROSS * 32;
     XT px[XL];
     YT py[YL];
     float4 acc[TM][TN / 4];
@@ -103,9 +104,10 @@ __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_sta
     for (int k0 = begin;; k0 += BK) {
         const int more = k0 + BK < end;
         if (more) FETCH(k0 + BK);
-        const __local float *xp = xs + half_ * (BK * XS) + ri, *yp = ys + half_ * (BK * YS) + ci;
+        const __local float *xp = xs + (half_ * BK + slice * (BK / SLICES)) * XS + ri;
+        const __local float *yp = ys + (half_ * BK + slice * (BK / SLICES)) * YS + ci;
 #pragma unroll
-        for (int k = 0; k < BK; ++k) {
+        for (int k = 0; k < BK / SLICES; ++k) {
             float4 x[TM / 4], y[TN / 4];
 #pragma unroll
             for (int i = 0; i < TM / 4; ++i) x[i] = *(const __local float4 *)(xp + k * XS + i * (BM / TM * 4));
@@ -126,6 +128,19 @@ __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_sta
         STASH(half_);
         barrier(CLK_LOCAL_MEM_FENCE);
     }
+#if SLICES == 2
+    {  // the second half of the items hands its sums to the first and is done
+        __local float4 *sums = (__local float4 *)stage;
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (slice)
+#pragma unroll
+            for (int i = 0; i < TM * TN / 4; ++i) sums[i * (ITEMS / 2) + o] = acc[i / (TN / 4)][i % (TN / 4)];
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (slice) return;
+#pragma unroll
+        for (int i = 0; i < TM * TN / 4; ++i) acc[i / (TN / 4)][i % (TN / 4)] += sums[i * (ITEMS / 2) + o];
+    }
+#endif
 
 #pragma unroll
     for (int i = 0; i < TM; ++i) {

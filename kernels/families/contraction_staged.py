@@ -21,18 +21,23 @@ from layoutopt.layout import Layout
 
 __all__ = ["build_staged", "staged_variants"]
 
-# (bm, bn, bk, tm, tn): the group's block and the item's. Items: bm/tm × bn/tn, lanes in 4 × 8.
+# (bm, bn, bk, tm, tn, slices): the group's block and the item's. Items: slices × bm/tm × bn/tn, lanes in 4 × 8.
 _BLOCKS = (
-    (128, 128, 8, 8, 8),
-    (64, 128, 16, 8, 8),
-    (128, 64, 16, 8, 8),
-    (64, 64, 16, 8, 4),
-    (32, 64, 16, 4, 4),
-    (32, 32, 32, 4, 4),
+    (128, 128, 8, 8, 8, 1),
+    (64, 128, 16, 8, 8, 1),
+    (128, 64, 16, 8, 8, 1),
+    (64, 64, 16, 8, 4, 1),
+    (64, 64, 32, 8, 8, 2),
+    (32, 64, 32, 4, 4, 2),
+    (32, 32, 32, 4, 4, 1),
 )
-_GROUPS_PER_UNIT = 2
-_LEAST_STEPS = 4
-"""Panels that a range of k must have to be worth a sum of its own."""
+"""Those that won for some shape on a large GPU."""
+
+_ITEMS_PER_UNIT = 364
+"""Work items that keep a compute unit busy: k is split until there are as many."""
+
+_LEAST_STEPS = 2
+"""Panels that a range of k must have."""
 
 _SUM_GROUP = (32, 4)
 
@@ -41,8 +46,8 @@ def staged_variants(spec: OpSpec, limits: DeviceLimits) -> Iterator[KernelVarian
     """Blocks that fit the shape and the device; k in one piece, or split so that every compute unit has work."""
     batch, m, k = spec.shapes[0]
     n = spec.shapes[1][2]
-    for bm, bn, bk, tm, tn in _BLOCKS:
-        items = bm // tm * (bn // tn)
+    for bm, bn, bk, tm, tn, slices in _BLOCKS:
+        items = slices * (bm // tm) * (bn // tn)
         local_bytes = 2 * bk * (bm + bn + 8) * 4
         if items > limits.max_work_group_size or local_bytes > limits.local_mem_bytes:
             continue
@@ -50,16 +55,16 @@ def staged_variants(spec: OpSpec, limits: DeviceLimits) -> Iterator[KernelVarian
         if (bm > 32 and small[0] <= bm // 2) or (bn > 32 and small[1] <= bn // 2):
             continue
         groups = batch * -(-m // bm) * -(-n // bn)
-        splits = {1, _split(groups, -(-k // bk), limits.compute_units)}
+        splits = {1, _split(groups * items, -(-k // bk), limits.compute_units)}
         for q in sorted(splits):
-            params = {"bm": bm, "bn": bn, "bk": bk, "tm": tm, "tn": tn, "q": q}
+            params = {"bm": bm, "bn": bn, "bk": bk, "tm": tm, "tn": tn, "slices": slices, "q": q}
             yield KernelVariant("contraction", "staged", tuple(params.items()))
 
 
-def _split(groups: int, panels: int, units: int) -> int:
-    """The power of two of ranges that brings the groups nearest to what keeps the device busy."""
+def _split(items: int, panels: int, units: int) -> int:
+    """The least power of two of ranges that keeps the device busy, as far as k goes."""
     q = 1
-    while groups * q * 2 <= _GROUPS_PER_UNIT * units and panels // (2 * q) >= _LEAST_STEPS:
+    while items * q < _ITEMS_PER_UNIT * units and panels // (2 * q) >= _LEAST_STEPS:
         q *= 2
     return q
 
@@ -88,7 +93,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     )
     target = len(layouts) if q > 1 else first
     partial = Layout.row_major((q, batch, rows, -(-cols // 4) * 4))
-    items = p["bm"] // p["tm"] * (p["bn"] // p["tn"])
+    items = p["slices"] * (p["bm"] // p["tm"]) * (p["bn"] // p["tn"])
     groups = -(-rows // p["bm"]), -(-cols // p["bn"])
     nest = _staged_nest(
         variant.params,
@@ -101,6 +106,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     defines: dict[str, str | int | float] = {
         **{key.upper(): p[key] for key in ("bm", "bn", "bk", "tm", "tn")},
         "ITEMS": items,
+        "SLICES": p["slices"],
         "SPLIT": q,
         "KS": steps * p["bk"],
         "RN": rows,
@@ -141,18 +147,23 @@ def _loader(layout: Layout, outer: int, along: int) -> tuple[int, int]:
     return 1, along if 0 < strides[along] < strides[outer] else outer
 
 
-_B, _L = "b", "l"
+_B, _L, _S = "b", "l", "slice"
 
 
-def _panel(load: tuple[int, int, int], outer: int, block: int, bk: int, items: int, group: str) -> list[Access]:
-    """An item's loads of one panel; ``load``: (operand, width, axis)."""
+def _panel(
+    load: tuple[int, int, int], outer: int, block: int, bk: int, lanes: tuple[int, int], group: str
+) -> list[Access]:
+    """An item's loads of one panel; ``load``: (operand, width, axis), ``lanes``: items of a slice, slices."""
     operand, width, axis = load
+    items = lanes[0] * lanes[1]
     per = (bk if axis != outer else block) // width  # vectors along the lanes' axis; it divides the items or they it
     out = []
     for i in range(block * bk // (width * items)):
         turn = i * items
         along = Index(turn % per * width, (Term(_L, width, 1, min(per, items)),))
         across = Index(turn // per, (Term(_L, 1, per),) if per < items else ())
+        if lanes[1] > 1:  # vectors of a line divide the items of a slice: the second slice goes on where the first ends
+            across += var(_S, lanes[0] // per)
         position, step = (across, along) if axis != outer else (along, across)
         position, step = position + var(group, block), step + var("k", bk)
         coords = (position, step) if outer == 1 else (step, position)
@@ -170,13 +181,15 @@ def _staged_nest(
     finish: Finish,
 ) -> Nest:
     p = dict(params)
-    bm, bn, bk, tm, tn, q = (p[key] for key in ("bm", "bn", "bk", "tm", "tn", "q"))
-    items, across = bm // tm * (bn // tn), bn // tn // 8
-    loads = _panel(x, 1, bm, bk, items, "r") + _panel(y, 2, bn, bk, items, "c")
+    bm, bn, bk, tm, tn, slices, q = (p[key] for key in ("bm", "bn", "bk", "tm", "tn", "slices", "q"))
+    lanes, across = (bm // tm * (bn // tn), slices), bn // tn // 8
+    loads = _panel(x, 1, bm, bk, lanes, "r") + _panel(y, 2, bn, bk, lanes, "c")
     if q > 1:
         loads = [_shifted(a, 2 if a.operand == x[0] else 1, steps * bk) for a in loads]
     row = Index(0, (Term("r", bm), Term(_L, 4, 8, 4), Term(_L, 16, 32 * across)))
     col = Index(0, (Term("c", bn), Term(_L, 4, 1, 8), Term(_L, 32, 32, across)))
+    if slices > 1:
+        row += var(_S, bm * grid[1])  # beyond the last row: only the first slice ends with sums
     lead = (var("q"), var(_B)) if q > 1 else (var(_B),)
     ends = tuple(
         at(
@@ -193,10 +206,11 @@ def _staged_nest(
         for i in range(tm)
         for j in range(0, tn, width)
     )
-    sums = Phase((Loop("k", steps),), (*loads, *(() if finish.own else ends)), 2 * tm * tn * bk)
+    sums = Phase((Loop("k", steps),), (*loads, *(() if finish.own else ends)), 2 * tm * tn * bk // slices)
     phases = (sums, Phase((), ends, finish.flops * tm * tn)) if finish.own else (sums,)
     groups = (Loop(name, n, "group") for name, n in zip((_B, "q", "r", "c"), (grid[0], q, *grid[1:]), strict=True))
-    return Nest((*groups, Loop(_L, items, "item")), phases)
+    items = (Loop(_S, slices, "item"), Loop(_L, lanes[0], "item")) if slices > 1 else (Loop(_L, lanes[0], "item"),)
+    return Nest((*groups, *items), phases)
 
 
 def _shifted(access: Access, k_axis: int, per_range: int) -> Access:
