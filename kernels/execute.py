@@ -6,19 +6,18 @@ plan's order on one in-order queue and returns; reading a tensor waits for what 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from kernels.bind import BoundStep, bind, slot_name
+from kernels.bind import bind, slot_name
 from kernels.feed import Feed, cast
-from kernels.group import alike_steps, stacked_size, stacked_source
+from kernels.launches import Launches, Part
 from kernels.pack import STORAGE_DTYPES, pack, poison_padding, unpack
-from kernels.runtime import Runtime
-from kernels.source import program_source
+from kernels.runtime import Recording, Runtime
 from kernels.spec import DeviceLimits
+from kernels.stage import Input, Inputs, staging_bytes
 from layoutopt.checkpoint import initial_values
 from layoutopt.errors import DeviceError, GraphError
 from layoutopt.graph import TrainingGraph
@@ -27,10 +26,8 @@ from layoutopt.rewrites import planned_graph
 
 __all__ = ["Executor"]
 
-_STEPS_AHEAD = 2
-"""Steps the host may run ahead of the device before it waits: bounds the input copies that are alive."""
-
-Call = tuple[Any, tuple[int, ...], tuple[int, ...]]
+_STAGING_ALIGN = 4096
+"""Of the region behind the arena, in bytes: a multiple of whatever a device's vectors and copies like."""
 
 
 class Executor:
@@ -46,6 +43,7 @@ class Executor:
         limits: what the plan must fit; the device's own by default.
         poison: fill the arena, and the padding of everything uploaded, with NaN bytes, so that a kernel that reads what
             nobody wrote is seen.
+        share: let steps share launches where they may: results are the same bit by bit.
 
     Raises:
         GraphError: the plan is for another graph or damaged, a value is unknown or missing, or a kept tensor's memory
@@ -64,6 +62,7 @@ class Executor:
         seed: int = 0,
         limits: DeviceLimits | None = None,
         poison: bool = False,
+        share: bool = True,
     ) -> None:
         graph = planned_graph(plan, graph)
         self.runtime, self.graph, self.plan = runtime, graph, plan
@@ -78,13 +77,16 @@ class Executor:
         for name in (*graph.outputs, *keep):
             self._alive_slot(name)
         self._initial = self._starting_values(values or {}, seed)
-        self._uploads: deque[list[Any]] = deque()
-        self._step_calls: list[tuple[Call, ...]] = []
-        self._tables: list[Any] = []
-        self._calls: list[Call] = []
-        self._forward_calls: list[Call] = []
+        sent = {
+            tensor.name: Input(self._layouts[storage][0], tensor.dtype, self._slots[slot_name(storage, 0)])
+            for tensor in graph.by_role("input")
+            if (storage := graph.storage_of[tensor.name]) in self._layouts
+        }
+        begin, size = self._staging(staging_bytes(sent, self.limits))
         self._buffers: dict[str, Any] = {}
-        self._arena = runtime.allocate(plan.arena_bytes)
+        self._parts: list[Part] = []
+        self._tables: list[Any] = []
+        self._arena = runtime.allocate(size)
         if poison:
             runtime.fill(self._arena, 0xFF)
         regions: dict[tuple[int, int], Any] = {}
@@ -93,14 +95,25 @@ class Executor:
             if where not in regions:
                 regions[where] = runtime.region(self._arena, *where)
             self._buffers[slot.name] = regions[where]
+        self._inputs = Inputs(runtime, sent, self._arena, self._buffers, begin, self.limits, poison)
         self.steps = bind(graph, plan, self.limits)
-        self._runs = tuple(alike_steps(self.steps, self._slots))
-        self._sources = self._specialise()
-        for run in self._runs:
-            self._step_calls += self._prepare(run)
-        self._calls += [call for calls in self._step_calls for call in calls]
         wanted, self._forward_inputs = self._forward_part()
-        self._forward_calls += [call for i in wanted for call in self._step_calls[i]]
+        launches = Launches(
+            runtime,
+            self.steps,
+            self._slots,
+            self._arena,
+            self._buffers,
+            self.limits,
+            share=share,
+            subset=wanted,
+            beside=self._inputs.sources,
+        )
+        self._inputs.build()
+        self._parts += launches.all
+        self._tables += launches.tables
+        self._whole = runtime.record(call for part in launches.all for call in part.calls)
+        self._forward = runtime.record(call for part in launches.some for call in part.calls)
         for tensor in graph.by_role("constant"):
             if graph.storage_of[tensor.name] in self._layouts:
                 value = np.broadcast_to(np.asarray(graph.constants[tensor.name]), tensor.shape)
@@ -168,54 +181,14 @@ class Executor:
 
     # ---- building ---------------------------------------------------------------------------------------------------
 
-    def _specialise(self) -> dict[tuple[str, int, bool], str]:
-        """The source of every launch by (kernel's key, position, whether it does several steps), built in one go."""
-        kernels = {(self.steps[run.start].kernel.key, len(run) > 1): self.steps[run.start].kernel for run in self._runs}
-        plain: dict[tuple[str, int], str] = {}
-        sources = {}
-        for (key, several), kernel in kernels.items():
-            for i, launch in enumerate(kernel.launches):
-                source = plain.setdefault((key, i), program_source(kernel, launch))
-                sources[key, i, several] = stacked_source(source, launch) if several else source
-        self.runtime.prepare(
-            (source, kernels[key, several].variant.label) for (key, _, several), source in sources.items()
-        )
-        return sources
+    def _staging(self, size_bytes: int) -> tuple[int | None, int]:
+        """Where behind the plan's arena the staging region begins, if there is room for one, and the bytes of both."""
+        begin = -(-self.plan.arena_bytes // _STAGING_ALIGN) * _STAGING_ALIGN
+        if size_bytes and begin + size_bytes <= min(self.limits.max_alloc_bytes, self.limits.global_mem_bytes):
+            return begin, begin + size_bytes
+        return None, self.plan.arena_bytes
 
-    def _prepare(self, run: range) -> list[tuple[Call, ...]]:
-        """Per step its launches, each a kernel object of its own with its arguments set.
-
-        Equal steps that may run at once share launches: the first has them, the others none.
-        """
-        steps = [self.steps[i] for i in run]
-        buffers = [self._operands(step) for step in steps]
-        kernel = steps[0].kernel
-        calls: list[Call] = []
-        for i, launch in enumerate(kernel.launches):
-            call = self.runtime.kernel(self._sources[kernel.key, i, len(run) > 1], launch.entry, kernel.variant.label)
-            if len(run) == 1:
-                call.set_args(*(buffers[0][position] for _, position in launch.operands))
-                calls.append((call, launch.global_size, launch.local_size))
-                continue
-            places = [self._slots[step.slots[p]].offset_bytes for step in steps for _, p in launch.operands]
-            self._tables.append(self.runtime.constant(np.array(places, np.uint64)))
-            call.set_args(self._arena, self._tables[-1])
-            calls.append((call, *stacked_size(launch, len(run))))
-        return [tuple(calls), *[()] * (len(run) - 1)]
-
-    def _operands(self, step: BoundStep) -> list[Any]:
-        """The regions of the arena that a step's operands and workspaces are."""
-        kernel = step.kernel
-        buffers = []
-        for position, name in enumerate(step.slots):
-            need = kernel.buffer_layout(position).size_elems * STORAGE_DTYPES[kernel.operand_dtype(position)].itemsize
-            slot = self._slots.get(name)
-            if slot is None or slot.size_bytes < need:
-                raise GraphError(f"the plan's arena has no {name} of {need} bytes for {step.label}: solve it anew")
-            buffers.append(self._buffers[name])
-        return buffers
-
-    def _forward_part(self) -> tuple[list[int], frozenset[str]]:
+    def _forward_part(self) -> tuple[frozenset[int], frozenset[str]]:
         """Positions of the steps that forward and loss outputs need, and the inputs these read."""
         wanted_ops: set[str] = set()
         inputs: set[str] = set()
@@ -242,8 +215,7 @@ class Executor:
                 op = self._ops[planned.op]
                 used = zip(op.inputs, planned.layouts[: len(op.inputs)], strict=True)
                 steps |= {made_by[self.graph.storage_of[o.tensor], p] for o, p in used if p}
-        firsts = {i: run.start for run in self._runs for i in run}
-        return sorted({firsts[i] for i in steps}), frozenset(inputs)
+        return frozenset(steps), frozenset(inputs)
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
@@ -255,12 +227,12 @@ class Executor:
         given = {name: np.array(cast(tensors[name], value)) for name, value in values.items()}
         return initial_values(self.graph, seed, given=given) | given
 
-    def _store(self, name: str, array: np.ndarray, *, wait: bool = True) -> Any:
+    def _store(self, name: str, array: np.ndarray) -> None:
         storage = self.graph.storage_of[name]
         packed = pack(self._layouts[storage][0], array, self.graph.tensors[name].dtype)
         if self._poison:
             poison_padding(self._layouts[storage][0], packed)
-        return self.runtime.upload(self._buffers[slot_name(storage, 0)], packed, wait=wait)
+        self.runtime.upload(self._buffers[slot_name(storage, 0)], packed)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a parameter or state tensor.
@@ -310,8 +282,14 @@ class Executor:
 
     @property
     def launches(self) -> int:
-        """Kernel launches in a step."""
-        return len(self._calls)
+        """Kernel launches in a step; one of them may be that which spreads its inputs."""
+        return len(self._whole.calls) + self._inputs.launches
+
+    @property
+    def shared(self) -> dict[str, int]:
+        """How many steps share a launch, by label of each step that does."""
+        parts = [part for part in self._parts if len(part.members) > 1]
+        return {self.steps[i].label: len(part.members) for part in parts for i in part.members}
 
     def step(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Enqueue one training step.
@@ -322,7 +300,7 @@ class Executor:
         Raises:
             GraphError: an input is missing, unknown, of a wrong shape or dtype, or holds an id out of range.
         """
-        self._run(inputs, None, self._calls)
+        self._run(inputs, None, self._whole)
 
     def forward(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Enqueue only what the outputs need: parameters and state stay as they are.
@@ -333,20 +311,16 @@ class Executor:
         Raises:
             GraphError: as ``step``.
         """
-        self._run(inputs, self._forward_inputs, self._forward_calls)
+        self._run(inputs, self._forward_inputs, self._forward)
 
-    def _run(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None, calls: list[Call]) -> None:
-        self._upload(inputs, required)
-        self.runtime.enqueue(calls)
+    def _run(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None, launches: Recording) -> None:
+        self._send(inputs, required)
+        self.runtime.replay(launches)
         self.runtime.flush()
 
-    def _upload(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None) -> None:
+    def _send(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None) -> None:
         arrays = self._feed.check(inputs, required)
-        used = {name: array for name, array in arrays.items() if self.graph.storage_of[name] in self._layouts}
-        self._uploads.append([self._store(name, array, wait=False) for name, array in used.items()])
-        while len(self._uploads) > _STEPS_AHEAD:
-            for event in self._uploads.popleft():
-                event.wait()
+        self._inputs.send({n: array for n, array in arrays.items() if self.graph.storage_of[n] in self._layouts})
 
     def profile(self, inputs: Mapping[str, np.ndarray]) -> list[tuple[str, int]]:
         """Run one step, launch by launch on a profiling queue.
@@ -355,14 +329,14 @@ class Executor:
             inputs: as ``step``.
 
         Returns:
-            (op name or ``relayout:STORAGE#POSITION``, device nanoseconds of its launches) in the plan's order; steps
-            that share a launch get equal parts of its time.
+            (op name or ``relayout:STORAGE#POSITION``, device nanoseconds of its launches) in the plan's order. Steps
+            that ``shared`` names have parts of one launch's time, by their bytes.
         """
         times = self.launch_times(inputs)
-        spent = [sum(end - start for start, end in launched) for launched in times]
-        for run in self._runs:  # equal kernels: equal shares
-            spent[run.start : run.stop] = [spent[run.start] // len(run)] * len(run)
-        return [(step.label, time_ns) for step, time_ns in zip(self.steps, spent, strict=True)]
+        return [
+            (step.label, sum(end - start for start, end in launched))
+            for step, launched in zip(self.steps, times, strict=True)
+        ]
 
     def launch_times(self, inputs: Mapping[str, np.ndarray]) -> list[list[tuple[int, int]]]:
         """Run one step as ``profile`` does.
@@ -371,19 +345,24 @@ class Executor:
             inputs: as ``step``.
 
         Returns:
-            (start, end) of each launch on the device's clock, in nanoseconds, by step of the plan. Where equal steps
-            share launches, the first has them.
+            (start, end) of each launch on the device's clock, in nanoseconds, by step of the plan. A launch that steps
+            share is cut up among them, by their bytes.
         """
-        self._upload(inputs, None)
+        self._send(inputs, None)
         self.runtime.finish()
-        events = [[self.runtime.launch_timed(*call) for call in calls] for calls in self._step_calls]
+        events = [[self.runtime.launch_timed(*call) for call in part.calls] for part in self._parts]
         self.runtime.profiling_queue.finish()
-        return [[(e.profile.start, e.profile.end) for e in launched] for launched in events]
+        times: list[list[tuple[int, int]]] = [[] for _ in self.steps]
+        for part, launched in zip(self._parts, events, strict=True):
+            cut = part.intervals([(e.profile.start, e.profile.end) for e in launched])
+            for position, mine in zip(part.members, cut, strict=True):
+                times[position] = mine
+        return times
 
     def finish(self) -> None:
         """Wait for every enqueued step."""
         self.runtime.finish()
-        self._uploads.clear()
+        self._inputs.finished()
 
     def close(self) -> None:
         """Give the device's memory back; the executor is of no further use.
@@ -393,11 +372,12 @@ class Executor:
         """
         if self.__dict__.get("_arena") is None:
             return
-        self.finish()
-        self._forward_calls.clear()
-        self._calls.clear()
-        while self._step_calls:
-            self._step_calls.pop()
+        self.runtime.finish()
+        if "_inputs" in self.__dict__:  # not where building failed before
+            self._inputs.close()
+        self._whole = self._forward = Recording((), None)
+        while self._parts:
+            self._parts.pop()
         self._tables.clear()
         while self._buffers:
             self._buffers.popitem()

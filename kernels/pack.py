@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 from layoutopt.errors import LayoutError
 from layoutopt.layout import Layout
 
-__all__ = ["STORAGE_DTYPES", "pack", "poison_padding", "unpack"]
+__all__ = ["STORAGE_DTYPES", "digits_view", "pack", "poison_padding", "unpack"]
 
 STORAGE_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -22,7 +22,7 @@ STORAGE_DTYPES: dict[str, np.dtype] = {
 """What a device stores for each dtype of a graph."""
 
 
-def _digits(layout: Layout, storage: np.ndarray) -> np.ndarray:
+def digits_view(layout: Layout, storage: np.ndarray) -> np.ndarray:
     """The storage under one axis per digit, digits in the order of the logical axes."""
     _, columns, lanes = layout.size if layout.is_image else (1, 1, 1)
     unit = (columns * lanes, lanes, 1)
@@ -59,7 +59,7 @@ def pack(layout: Layout, array: np.ndarray, dtype: str, out: np.ndarray | None =
         grown = np.zeros(padded, stored)
         grown[tuple(slice(n) for n in layout.shape)] = array
         array = grown
-    _digits(layout, storage)[...] = array.reshape(_extents(layout))
+    digits_view(layout, storage)[...] = array.reshape(_extents(layout))
     return storage
 
 
@@ -79,6 +79,6 @@ def unpack(layout: Layout, storage: np.ndarray, dtype: str) -> np.ndarray:
         raise LayoutError(
             f"cannot unpack storage of shape {storage.shape}; the layout has {layout.size_elems} elements"
         )
-    whole = _digits(layout, storage).reshape(layout.padded_shape)
+    whole = digits_view(layout, storage).reshape(layout.padded_shape)
     array = np.array(whole[tuple(slice(n) for n in layout.shape)])
     return array.astype(np.bool_) if dtype == "bool" else array

@@ -12,6 +12,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ from platformdirs import user_cache_path
 
 from kernels.devices import DeviceInfo, choose
 from kernels.merge import mergeable, merged, section_suffix
+from kernels.native import launcher, recorded
 from kernels.pocl import name_generic_cpu
 from kernels.spec import DeviceLimits
 from layoutopt.errors import DeviceError
 
-__all__ = ["BUILD_OPTIONS", "DeviceInfo", "Runtime", "devices", "no_device_reason", "pick"]
+__all__ = ["BUILD_OPTIONS", "DeviceInfo", "Recording", "Runtime", "devices", "no_device_reason", "pick"]
 
 BUILD_OPTIONS = "-cl-std=CL1.2 -cl-mad-enable"
 """Multiply-adds may fuse; NaN, infinities and division keep their IEEE meaning (no fast-math)."""
@@ -182,6 +184,14 @@ def _prepare_environment() -> None:
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Launches with everything about them made once: kernels (kept alive here), and what the loader is called with."""
+
+    calls: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...]
+    native: list[tuple[Any, ...]] | None
+
+
 class Runtime:
     """A device ready to run: one context, one in-order queue, a cache of programs.
 
@@ -210,6 +220,7 @@ class Runtime:
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
         self._programs: dict[str, tuple[Any, str]] = {}
+        self._launch = launcher(cl._cl.__file__)
 
     def _queue(self, profiling: bool) -> Any:
         flag = self._cl.command_queue_properties.PROFILING_ENABLE
@@ -335,15 +346,32 @@ class Runtime:
         """Set every byte of a buffer."""
         self._cl.enqueue_fill_buffer(self.queue, buffer, np.uint8(byte), 0, buffer.size)
 
-    def upload(self, buffer: Any, storage: np.ndarray, *, wait: bool = True) -> Any:
+    def upload(self, buffer: Any, storage: np.ndarray, *, wait: bool = True, offset_bytes: int = 0) -> Any:
         """Copy a contiguous array to a buffer.
 
         Args:
             buffer: at least as large.
             storage: what to copy; with ``wait`` false it must not change until the returned event has completed.
             wait: return only when the copy is made.
+            offset_bytes: where in the buffer it goes.
         """
-        return self._cl.enqueue_copy(self.queue, buffer, storage, is_blocking=wait)
+        return self._cl.enqueue_copy(self.queue, buffer, storage, is_blocking=wait, dst_offset=offset_bytes)
+
+    def pinned(self, size_bytes: int) -> np.ndarray:
+        """[size_bytes] of host memory from which the device copies at its best speed, without the driver's own copy.
+
+        Raises:
+            DeviceError: the driver has none.
+        """
+        flags, access = self._cl.mem_flags, self._cl.map_flags
+        try:
+            buffer = self._cl.Buffer(self.context, flags.READ_WRITE | flags.ALLOC_HOST_PTR, max(size_bytes, 1))
+            array, _ = self._cl.enqueue_map_buffer(
+                self.queue, buffer, access.WRITE, 0, (max(size_bytes, 1),), np.uint8, is_blocking=True
+            )
+        except self._cl.Error as error:
+            raise DeviceError(f"device {self.info.label} has no {size_bytes} bytes of pinned memory") from error
+        return array[:size_bytes]
 
     def download(self, buffer: Any, storage: np.ndarray) -> np.ndarray:
         """Copy a buffer into a contiguous array, after everything enqueued before."""
@@ -366,6 +394,34 @@ class Runtime:
         except self._cl.Error as error:
             name = kernel.function_name if kernel is not None else "?"
             raise DeviceError(f"device {self.info.label} refuses to launch {name}: {_first_line(error)}") from error
+
+    def record(self, calls: Iterable[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> Recording:
+        """Launches to be replayed often.
+
+        Args:
+            calls: as ``enqueue`` takes them.
+        """
+        kept = tuple(calls)
+        if self._launch is None:
+            return Recording(kept, None)
+        handles = [(kernel.int_ptr, global_size, local_size) for kernel, global_size, local_size in kept]
+        return Recording(kept, recorded(self.queue.int_ptr, handles))
+
+    def replay(self, recording: Recording) -> None:
+        """Enqueue what was recorded on the main queue, without waiting.
+
+        Raises:
+            DeviceError: the driver refuses a launch.
+        """
+        launch = self._launch
+        if recording.native is None or launch is None:
+            self.enqueue(recording.calls)
+            return
+        for arguments in recording.native:
+            status = launch(*arguments)
+            if status:
+                name = recording.calls[recording.native.index(arguments)][0].function_name
+                raise DeviceError(f"device {self.info.label} refuses to launch {name}: OpenCL status {status}")
 
     def launch_timed(self, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...]) -> Any:
         """Launch on the profiling queue; the event's ``profile.start`` and ``profile.end`` are nanoseconds."""

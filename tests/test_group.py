@@ -20,7 +20,7 @@ from tests.plans import naive_plan, row_major
 
 
 @pytest.mark.parametrize("strategy", ["rowmajor", "rtile"])
-def test_stacked_launches_change_no_bit(strategy: str, device_index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacked_launches_change_no_bit(strategy: str, device_index: int) -> None:
     graph, runtime = shipped("vit-digits"), Runtime(devices()[device_index])
     plan = planner.plan(graph, CostModel(uncalibrated(runtime)), strategy, rewrites=["neighbours"])
     values, inputs = initial_values(graph, 0), example_inputs(graph)
@@ -35,15 +35,15 @@ def test_stacked_launches_change_no_bit(strategy: str, device_index: int, monkey
     several = [run for run in runs if len(run) > 1]
     assert len(several) > 10
     together = trained(stacked)
-    assert stacked.launches == sum(len(stacked.steps[run.start].kernel.launches) for run in runs)
+    # Pointwise runs share launches with yet others (test_batch.py); one more launch spreads the inputs.
+    assert stacked.launches <= sum(len(stacked.steps[run.start].kernel.launches) for run in runs) + 1
+    assert all(stacked.shared[stacked.steps[i].label] >= len(run) for run in several for i in run)
     labels = [label for label, _ in stacked.profile(inputs)]
     assert labels == [step.label for step in stacked.steps]
     stacked.close()
 
-    monkeypatch.setattr(
-        "kernels.execute.alike_steps", lambda steps, slots: (range(i, i + 1) for i in range(len(steps)))
-    )
-    single = Executor(runtime, graph, plan, values, poison=True)
+    single = Executor(runtime, graph, plan, values, poison=True, share=False)
+    assert not single.shared
     assert single.launches > len(runs)
     apart = trained(single)
     for name, value in apart.items():
