@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 from math import prod
 
-from costmodel.launches import LaunchCounts, Machine, launch_counts
+from costmodel.launches import Machine, launch_counts
 from kernels.families.contraction_epilogue import epilogue_width
 from kernels.spec import Kernel, OpSpec
 
@@ -79,14 +79,14 @@ _EXP_KINDS = frozenset(("softmax", "log_softmax", "log_softmax_grad", "cross_ent
 
 def features(kernel: Kernel, machine: Machine) -> tuple[float, ...]:
     """The counts of all launches of a kernel, in the order of ``FEATURES``."""
-    total = [0.0] * len(FEATURES)
+    total: tuple[float, ...] | list[float] = (0.0,) * len(FEATURES)
     share = 1.0
     for launch in kernel.launches:
-        counts = launch_counts(kernel, launch, machine)
-        share = counts.share
-        total = [a + b for a, b in zip(total, _in_order(counts), strict=True)]
+        counts, share = launch_counts(kernel, launch, machine)
+        total = [a + b for a, b in zip(total, counts, strict=True)]
     exps = transcendentals(kernel) / share
     if exps:
+        total = list(total)
         total[FEATURES.index("transcendentals")] += exps
         total[FEATURES.index("transcendental_slots")] += exps / _function_width(kernel)
     return tuple(total)
@@ -97,18 +97,6 @@ def _function_width(kernel: Kernel) -> int:
     if kernel.spec.kind == "contraction":
         return epilogue_width(kernel)
     return max(a.width for launch in kernel.launches for phase in launch.nest.phases for a in phase.accesses)
-
-
-def _in_order(c: LaunchCounts) -> list[float]:
-    """One launch per compute unit; transcendentals are the kernel's."""
-    *digits_and_instructions, strided, conflicts = c.parts
-    share = c.share
-    whole = (
-        *(c.groups, c.items),
-        *(c.trips, c.flops, c.flop_slots, 0.0, 0.0, *digits_and_instructions),
-        *(c.request_lines, strided, conflicts, *c.missed_bytes, c.strided_middle_bytes, c.unique_bytes),
-    )
-    return [1.0, *[value / share for value in whole]]
 
 
 def transcendentals(kernel: Kernel) -> float:

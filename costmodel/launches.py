@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from costmodel.device import CacheLevel
-from costmodel.spread import Bundle, bundles, index_digits, lane_stride, spread
-from kernels.nest import Access, Loop, Nest
+from costmodel.spread import Coord, bundles, index_digits, lane_stride, spread
+from kernels.nest import Loop, Nest
 from kernels.spec import DeviceLimits, Kernel, Launch
 from layoutopt.layout import Layout
 
-__all__ = ["PARTS", "LaunchCounts", "Machine", "launch_counts"]
+__all__ = ["PARTS", "Machine", "launch_counts"]
 
 PARTS = (
     "index_shifts",
@@ -60,75 +61,60 @@ class Machine:
         )
 
 
-class LaunchCounts(NamedTuple):
-    """What one launch does, in all its work groups.
-
-    Attributes:
-        share: compute units that the groups keep busy.
-        groups: work groups.
-        items: work items.
-        trips: iterations of innermost loops.
-        flops: arithmetic.
-        flop_slots: the same over the widest vector.
-        parts: in the order of ``PARTS``.
-        request_lines: distinct lines per request, summed.
-        missed_bytes: line traffic that each cache of the machine misses; a store counts twice.
-        strided_middle_bytes: the part of the second that is of operands under strided inner loops.
-        unique_bytes: lines of all operands.
-    """
-
-    share: float
-    groups: int
-    items: int
-    trips: float
-    flops: float
-    flop_slots: float
-    parts: tuple[int, ...]
-    request_lines: float
-    missed_bytes: tuple[float, ...]
-    strided_middle_bytes: float
-    unique_bytes: float
+Counts = tuple[tuple[float, ...], float]
+"""What one launch does, in the order of ``costmodel.features.FEATURES``, per compute unit that it keeps busy; and how
+many these are. Transcendentals are 0: they are the kernel's."""
 
 
-def launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> LaunchCounts:
+def launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> Counts:
     """The counts of one launch of a kernel."""
     nest = launch.nest
     known: _Counted | None = nest.memo.get(machine)
     if known is None:
         known = nest.memo[machine] = _Counted(nest, machine)
-    parts = [
-        known.part(operand, 1 if kernel.operand_dtype(operand) == "bool" else 4, kernel.launch_layout(launch, operand))
-        for operand in known.operands
-    ]
-    return known.together(parts, kernel.spec.inputs, kernel.spec.inplace)
+    spec = kernel.spec
+    items = [1 if kernel.operand_dtype(operand) == "bool" else 4 for operand, _ in known.operands]
+    if len(launch.views) < len(known.operands):
+        layouts = [kernel.launch_layout(launch, operand) for operand, _ in known.operands]
+        parts = [way.part(item, x) for (_, way), item, x in zip(known.operands, items, layouts, strict=True)]
+        return known.together(parts, spec.inputs, spec.inplace)
+    # A launch that brings all its layouts is often part of many kernels.
+    key = launch.views, tuple(items), spec.inputs, spec.inplace
+    if key not in known.whole:
+        views = dict(launch.views)
+        parts = [way.part(item, views[p]) for (p, way), item in zip(known.operands, items, strict=True)]
+        known.whole[key] = known.together(parts, spec.inputs, spec.inplace)
+    return known.whole[key]
 
 
 class _Placed(NamedTuple):
-    """A bundle at its place in the nest.
+    """A bundle at its place in a nest.
 
     Attributes:
         phase: its number.
-        depth: sequential loops around it.
-        bundle: accesses alike.
+        extents: of the phase's loops.
+        depth: how many of them are around it.
         loops: (name, extent) of all loops around it.
         each: executions of one of its accesses in the launch.
+        count: how many they are.
+        coords: see ``costmodel.spread.Bundle``.
+        offsets: see there.
+        axis: of its vectors.
+        width: of its vectors.
+        write: whether it stores.
     """
 
     phase: int
+    extents: tuple[int, ...]
     depth: int
-    bundle: Bundle
     loops: tuple[tuple[str, int], ...]
     each: int
-
-    def like(self, other: _Placed) -> bool:
-        """Whether another operand is accessed in the same way."""
-        mine, its = self.bundle, other.bundle
-        return (
-            (self.phase, self.depth, mine.count, mine.offsets) == (other.phase, other.depth, its.count, its.offsets)
-            and mine.access.write == its.access.write
-            and (mine.access.width, mine.access.axis) == (its.access.width, its.access.axis)
-            and mine.coords == its.coords
-        )
+    count: int
+    coords: tuple[Coord, ...]
+    offsets: tuple[tuple[int, int, int], ...]
+    axis: int
+    width: int
+    write: bool
 
 
 class _Part(NamedTuple):
@@ -151,6 +137,73 @@ class _Part(NamedTuple):
     jumping: bool
 
 
+class _Way:
+    """How an operand is accessed in a nest, whichever operand it is and whatever else the nest does.
+
+    Args:
+        machine: for its caches.
+        grid: number of the grid's loops.
+        wave: the loops of one request, and their work items.
+        placed: its bundles.
+    """
+
+    def __init__(
+        self, machine: Machine, grid: int, wave: tuple[int, tuple[tuple[str, int], ...]], placed: tuple[_Placed, ...]
+    ) -> None:
+        self.machine, self.grid, self.wave, self.placed = machine, grid, wave, placed
+        self._parts: dict[tuple[int, Layout], _Part] = {}
+
+    def part(self, item: int, layout: Layout) -> _Part:
+        """What it adds, of elements of ``item`` bytes, in a layout."""
+        key = item, layout
+        found = self._parts.get(key)
+        if found is None:
+            found = self._parts[key] = self._part(item, layout)
+        return found
+
+    def _part(self, item: int, layout: Layout) -> _Part:
+        line, (wave, wave_loops) = self.machine.line_bytes, self.wave
+        adds = [0] * len(PARTS)
+        requests = []
+        jumping = False
+        seen: list[tuple[float, ...]] = []
+        for placed in self.placed:
+            vector = (placed.axis, placed.width)
+            places = spread(layout, placed.coords, placed.offsets, vector, item, line, placed.loops)
+            seen.append(places.lines)
+            runs = placed.each * placed.count
+            moving = [(s, n) for s, (_, n) in zip(places.strides, placed.loops, strict=True) if s and n > 1][-2:]
+            strided = min((s for s, _ in moving), default=0) > max(line, places.lines[-1] * line)
+            jumping |= strided
+            scattered = _instructions(adds, placed, layout, runs)
+            lanes = [(lane_stride(layout, placed.axis, item), placed.width)] if scattered else []
+            adds[_STRIDED] += runs if strided else 0
+            adds[_CONFLICTS] += runs if _conflicting([*lanes, *reversed(moving)], self.machine) else 0
+            shifts, divisions = index_digits(layout, placed.coords)
+            lanewise = placed.each * (placed.width if scattered else 1)
+            adds[_SHIFTS] += shifts * lanewise
+            adds[_DIVISIONS] += divisions * lanewise
+            if placed.offsets or wave_loops:
+                once = spread(layout, placed.coords, (), vector, item, line, wave_loops).lines[0]
+            else:
+                once = places.lines[-1]
+            requests.append(runs / wave * once)
+        # Accesses of one operand are taken to overlap: the largest of them stands for all.
+        outer = _largest([lines[: self.grid + 1] for lines in seen])
+        inner, own = {}, {}
+        for phase, extents in dict.fromkeys((placed.phase, placed.extents) for placed in self.placed):
+            here = [(p.depth, x[self.grid :]) for p, x in zip(self.placed, seen, strict=True) if p.phase == phase]
+            inner[phase] = _largest([[x[min(k, d)] for k in range(1, len(extents) + 1)] for d, x in here])
+            own[phase] = _largest(
+                [[x[min(k, d)] * prod(extents[: min(k, d)]) for k in range(len(extents) + 1)] for d, x in here]
+            )
+        return _Part(tuple(adds), tuple(requests), outer, inner, own, jumping)
+
+
+_way = lru_cache(maxsize=1 << 15)(_Way)
+"""Operands of one kernel, and of kernels that walk alike, are often accessed in the same way."""
+
+
 class _Order(NamedTuple):
     """Which parts stand for one storage: operands of an in-place pair do together.
 
@@ -168,149 +221,89 @@ class _Order(NamedTuple):
 
 
 class _Counted:
-    """A nest on a machine: what holds for all layouts, and the parts known so far."""
+    """A nest on a machine: what holds for all layouts."""
 
     def __init__(self, nest: Nest, machine: Machine) -> None:
         self.machine = machine
         grid = tuple((loop.name, loop.extent) for loop in nest.grid)
         self.grid = len(grid)
         self.repeats = [prod(extent for _, extent in grid[:k]) for k in range(self.grid + 1)]
-        self.groups, self.items = nest.groups, nest.groups * nest.items
-        self.share = self.groups / -(-self.groups // machine.compute_units)
-        self.wave, self.wave_loops = _wave(nest.grid, machine.wave_items)
-        self.trips = self.flops = self.flop_slots = 0.0
-        self.extents: list[list[int]] = []
-        self.placed: list[_Placed] = []
+        self.capacities = [size / machine.line_bytes for size in machine.sizes_bytes]
+        groups, items = nest.groups, nest.groups * nest.items
+        self.share = groups / -(-groups // machine.compute_units)
+        trips = flops = flop_slots = 0.0
+        self.extents: list[tuple[int, ...]] = []
+        # (operand, whether it stores, phase) of each bundle, and the bundles by operand with their positions.
+        self.accessed: list[tuple[int, bool, int]] = []
+        placed: dict[int, list[_Placed]] = {}
+        positions: dict[int, list[int]] = {}
         for number, phase in enumerate(nest.phases):
-            extents = [loop.extent for loop in phase.loops]
+            loops = tuple((loop.name, loop.extent) for loop in phase.loops)
+            extents = tuple(extent for _, extent in loops)
             self.extents.append(extents)
-            inner = self.items * prod(extents)
+            inner = items * prod(extents)
             widest = max((a.width for a in phase.accesses), default=1)
-            self.trips += inner
-            self.flops += phase.flops * inner
-            self.flop_slots += phase.flops * inner / widest
+            trips += inner
+            flops += phase.flops * inner
+            flop_slots += phase.flops * inner / widest
+            around: dict[int, tuple[tuple[tuple[str, int], ...], int]] = {}
             for bundle in bundles(phase.accesses):
-                depth = len(extents) if bundle.access.depth < 0 else bundle.access.depth
-                loops = grid + tuple((loop.name, loop.extent) for loop in phase.loops[:depth])
-                self.placed.append(_Placed(number, depth, bundle, loops, self.items * prod(extents[:depth])))
-        self.positions: dict[int, list[int]] = {}
-        for position, placed in enumerate(self.placed):
-            self.positions.setdefault(placed.bundle.access.operand, []).append(position)
-        self.operands = tuple(self.positions)
-        by_operand = [position for positions in self.positions.values() for position in positions]
+                access = bundle.access
+                depth = len(extents) if access.depth < 0 else access.depth
+                if depth not in around:
+                    around[depth] = grid + loops[:depth], items * prod(extents[:depth])
+                positions.setdefault(access.operand, []).append(len(self.accessed))
+                self.accessed.append((access.operand, access.write, number))
+                own = _Placed(
+                    *(number, extents, depth, *around[depth], bundle.count, bundle.coords, bundle.offsets),
+                    *(access.axis, access.width, access.write),
+                )
+                placed.setdefault(access.operand, []).append(own)
+        self.fixed = (groups, items, trips, flops, flop_slots, 0.0, 0.0)
+        self.whole: dict[Any, Counts] = {}
+        wave = _wave(nest.grid, machine.wave_items)
+        self.operands = tuple((operand, _way(machine, self.grid, wave, tuple(own))) for operand, own in placed.items())
+        by_operand = [position for own in positions.values() for position in own]
         self.in_order = sorted(range(len(by_operand)), key=by_operand.__getitem__)
-        self._kinds = self._accessed_alike()
-        self._parts: dict[tuple[int, int, Layout], _Part] = {}
         self._orders: dict[tuple[int, tuple[tuple[int, int], ...]], _Order] = {}
-
-    def _own(self, operand: int) -> list[_Placed]:
-        return [self.placed[position] for position in self.positions[operand]]
-
-    def _accessed_alike(self) -> dict[int, int]:
-        """Per operand, the first that is accessed in the same way: in one layout both add the same."""
-        firsts: list[tuple[int, list[_Placed]]] = []
-        out = {}
-        for operand in self.operands:
-            own = self._own(operand)
-            for first, known in firsts:
-                if len(known) == len(own) and all(a.like(b) for a, b in zip(known, own, strict=True)):
-                    out[operand] = first
-                    break
-            else:
-                firsts.append((operand, own))
-                out[operand] = operand
-        return out
-
-    # ---- one operand ------------------------------------------------------------------------------------------------
-
-    def part(self, operand: int, item: int, layout: Layout) -> _Part:
-        """What an operand adds, of elements of ``item`` bytes, in a layout."""
-        key = self._kinds[operand], item, layout
-        found = self._parts.get(key)
-        if found is None:
-            found = self._parts[key] = self._part(*key)
-        return found
-
-    def _part(self, operand: int, item: int, layout: Layout) -> _Part:
-        machine, line = self.machine, self.machine.line_bytes
-        adds = [0] * len(PARTS)
-        requests = []
-        jumping = False
-        seen: list[tuple[_Placed, tuple[float, ...]]] = []
-        for placed in self._own(operand):
-            _, _, bundle, loops, each = placed
-            access = bundle.access
-            vector = (access.axis, access.width)
-            places = spread(layout, bundle.coords, bundle.offsets, vector, item, line, loops)
-            seen.append((placed, places.lines))
-            runs = each * bundle.count
-            moving = [(s, n) for s, (_, n) in zip(places.strides, loops, strict=True) if s and n > 1][-2:]
-            strided = min((s for s, _ in moving), default=0) > max(line, places.lines[-1] * line)
-            jumping |= strided
-            scattered = _instructions(adds, access, layout, runs)
-            lanes = [(lane_stride(layout, access.axis, item), access.width)] if scattered else []
-            adds[_STRIDED] += runs if strided else 0
-            adds[_CONFLICTS] += runs if _conflicting([*lanes, *reversed(moving)], machine) else 0
-            shifts, divisions = index_digits(layout, bundle.coords)
-            lanewise = each * (access.width if scattered else 1)
-            adds[_SHIFTS] += shifts * lanewise
-            adds[_DIVISIONS] += divisions * lanewise
-            once = spread(layout, bundle.coords, (), vector, item, line, self.wave_loops)
-            requests.append(runs / self.wave * once.lines[0])
-        # Accesses of one operand are taken to overlap: the largest of them stands for all.
-        outer = _largest([lines[: self.grid + 1] for _, lines in seen])
-        inner, own = {}, {}
-        for phase in dict.fromkeys(placed.phase for placed, _ in seen):
-            here = [(placed.depth, lines[self.grid :]) for placed, lines in seen if placed.phase == phase]
-            extents = self.extents[phase]
-            inner[phase] = _largest([[x[min(k, d)] for k in range(1, len(extents) + 1)] for d, x in here])
-            own[phase] = _largest(
-                [[x[min(k, d)] * prod(extents[: min(k, d)]) for k in range(len(extents) + 1)] for d, x in here]
-            )
-        return _Part(tuple(adds), tuple(requests), outer, inner, own, jumping)
 
     # ---- all of them ------------------------------------------------------------------------------------------------
 
-    def together(self, parts: Sequence[_Part], inputs: int, inplace: tuple[tuple[int, int], ...]) -> LaunchCounts:
+    def together(self, parts: Sequence[_Part], inputs: int, inplace: tuple[tuple[int, int], ...]) -> Counts:
         """The launch, from the parts of ``operands``."""
-        line = self.machine.line_bytes
+        line, share = self.machine.line_bytes, self.share
         requests = [lines for part in parts for lines in part.requests]
         request_lines = 0.0
         for position in self.in_order:
             request_lines += requests[position]
-        adds = tuple(map(sum, zip(*[part.adds for part in parts], strict=True)))
+        *instructions, strided, conflicts = map(sum, zip(*[part.adds for part in parts], strict=True))
         order = self._orders.get((inputs, inplace)) or self._order(inputs, inplace)
         stored = [_merged([parts[i] for i in group]) for group in order.groups] if order.shared else parts
-        outer_lines = [sum(lines) for lines in zip(*[p.outer for p in stored], strict=True)]
-        known: dict[int, tuple[float, float]] = {}
-        missed = []
-        for size in self.machine.sizes_bytes:
-            capacity = size / line
-            # The loop k, one iteration of which fits: the iterations of those around it miss anew.
-            k = next((k for k in range(self.grid) if outer_lines[k + 1] <= capacity), self.grid)
-            k = 0 if outer_lines[0] <= capacity else k
-            if k not in known:
+        outer_lines = list(map(sum, zip(*[p.outer for p in stored], strict=True)))
+        missed: list[tuple[float, float]] = []
+        last = -1
+        for capacity in self.capacities:
+            # Of the k outer loops an iteration overflows the cache: each misses anew.
+            k = 0
+            if outer_lines[0] > capacity:
+                while k < self.grid and outer_lines[k + 1] > capacity:
+                    k += 1
+            if k != last or k == self.grid:
                 per_item = [p.outer[k] for p in stored] if k < self.grid else self._item(stored, order, capacity)
                 twice = [n * self.repeats[k] * w for n, w in zip(per_item, order.twice, strict=True)]
-                both = sum(twice), sum([n for n, p in zip(twice, stored, strict=True) if p.jumping])
-                missed.append(both)
-                if k < self.grid:
-                    known[k] = both
+                jumping = sum([n for n, p in zip(twice, stored, strict=True) if p.jumping])
+                missed.append((sum(twice) * line, jumping * line))
+                last = k
             else:
-                missed.append(known[k])
-        return LaunchCounts(
-            self.share,
-            self.groups,
-            self.items,
-            self.trips,
-            self.flops,
-            self.flop_slots,
-            adds,
-            request_lines,
-            tuple([lines * line for lines, _ in missed]),
-            missed[1][1] * line,
-            line * outer_lines[0],
+                missed.append(missed[-1])
+        counts = (
+            *self.fixed,
+            *instructions,
+            *(request_lines, strided, conflicts),
+            *(lines for lines, _ in missed),
+            *(missed[1][1], line * outer_lines[0]),
         )
+        return (1.0, *[value / share for value in counts]), share
 
     def _item(self, stored: Sequence[_Part], order: _Order, capacity: float) -> list[float]:
         """Misses of one work item whose data overflow the cache: phases and long loops miss anew."""
@@ -324,15 +317,12 @@ class _Counted:
 
     def _order(self, inputs: int, inplace: tuple[tuple[int, int], ...]) -> _Order:
         alias = {inputs + out: inp for out, inp in inplace}
-        placed = [
-            (p.phase, alias.get(operand, operand), p) for p in self.placed for operand in [p.bundle.access.operand]
-        ]
-        storages = list(dict.fromkeys(storage for _, storage, _ in placed))
-        written = {storage for _, storage, p in placed if p.bundle.access.write}
-        groups = tuple(
-            tuple(i for i, operand in enumerate(self.operands) if alias.get(operand, operand) == s) for s in storages
-        )
-        phases = (dict.fromkeys(s for number, s, _ in placed if number == n) for n in range(len(self.extents)))
+        stored = [(alias.get(operand, operand), write, number) for operand, write, number in self.accessed]
+        storages = list(dict.fromkeys(s for s, _, _ in stored))
+        written = {s for s, write, _ in stored if write}
+        names = [alias.get(operand, operand) for operand, _ in self.operands]
+        groups = tuple(tuple(i for i, name in enumerate(names) if name == s) for s in storages)
+        phases = (dict.fromkeys(s for s, _, number in stored if number == n) for n in range(len(self.extents)))
         self._orders[inputs, inplace] = order = _Order(
             groups,
             tuple(2 if s in written else 1 for s in storages),
@@ -374,8 +364,8 @@ def _wave(grid: tuple[Loop, ...], wave_items: int) -> tuple[int, tuple[tuple[str
     return prod(n for _, n in loops), tuple(reversed(loops))
 
 
-def _instructions(adds: list[int], access: Access, layout: Layout, runs: int) -> bool:
-    """Count an access; whether it is a vector whose lanes are scattered."""
+def _instructions(adds: list[int], access: _Placed, layout: Layout, runs: int) -> bool:
+    """Count ``runs`` executions; whether it is a vector whose lanes are scattered."""
     vector, scalar = (_VECTOR_STORES, _SCALAR_STORES) if access.write else (_VECTOR_LOADS, _SCALAR_LOADS)
     if access.width > 1 and layout.vectorizes(access.axis, access.width):
         adds[vector] += runs

@@ -208,7 +208,10 @@ class Kernel:
 
     def launch_layout(self, launch: Launch, position: int) -> Layout:
         """Layout of an operand or scratch buffer over the axes that one launch indexes."""
-        return next((view for p, view in launch.views if p == position), None) or self.operand_layout(position)
+        for own, view in launch.views:
+            if own == position:
+                return view
+        return self.operand_layout(position)
 
     def buffer_layout(self, position: int) -> Layout:
         """Layout of an operand or scratch buffer over the op's own axes (allocation, packing, reading back)."""

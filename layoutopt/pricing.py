@@ -26,9 +26,11 @@ once more with them in row-major; the limit is twice as high. It is pivoted on t
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -67,17 +69,17 @@ class Pricer:
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.kernels = 0
-        self._best: dict[tuple[OpSpec, tuple[Layout, ...]], tuple[Kernel, Cost] | None] = {}
+        self._best: dict[OpSpec, dict[tuple[Layout, ...], tuple[Kernel, Cost] | None]] = {}
         self._variants: dict[OpSpec, list[KernelVariant]] = {}
         self._favoured: dict[OpSpec, list[KernelVariant]] = {}
 
     def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
         """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
-        key = (spec, layouts)
-        if key not in self._best:
+        known = self._best.setdefault(spec, {})
+        if layouts not in known:
             priced = self._price(spec, layouts, self._favoured.get(spec, ()))
-            self._best[key] = _least(priced or self._price(spec, layouts, self._all(spec)))
-        return self._best[key]
+            known[layouts] = _least(priced or self._price(spec, layouts, self._all(spec)))
+        return known[layouts]
 
     def narrow(self, spec: OpSpec, pivots: Iterable[tuple[Layout, ...]]) -> None:
         """From now on try only variants that are the best of their name for one of these layout tuples."""
@@ -86,7 +88,7 @@ class Pricer:
         favoured: dict[KernelVariant, None] = {}
         for layouts in pivots:
             priced = self._price(spec, layouts, self._all(spec))
-            self._best[spec, layouts] = _least(priced)
+            self._best.setdefault(spec, {})[layouts] = _least(priced)
             for name in dict.fromkeys(kernel.variant.name for kernel, _ in priced):
                 least = _least([p for p in priced if p[0].variant.name == name])
                 if least:
@@ -127,20 +129,33 @@ def _built(spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelV
     from kernels.variants import family_of
 
     key = (spec, layouts)
-    known = _KEPT.setdefault(key, {})
-    _KEPT.move_to_end(key)
+    known = _KEPT.pop(key, None)
+    _KEPT[key] = known = {} if known is None else known  # the latest used is last
     if len(_KEPT) > _MOST_KEPT:
         _KEPT.popitem(last=False)
+    build = family_of(spec.kind).build
     out = []
     for variant in variants:
         if variant not in known:
-            known[variant] = family_of(spec.kind).build(variant, spec, layouts)
+            known[variant] = build(variant, spec, layouts)
         out.append(known[variant])
     return out
 
 
 def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[Kernel, Cost] | None:
     return min(priced, key=lambda p: (price_ns(p[1]), p[0].variant.label), default=None)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pricing makes millions of values that stay and no cycles: collecting would walk them again and again."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -167,6 +182,7 @@ class Tables:
         return self.pricer.kernels
 
 
+@_collector_paused()
 def build_problem(
     graph: TrainingGraph,
     costs: Costs,

@@ -27,7 +27,7 @@ MAX_RANK = 6
 
 def any_image(layouts: Iterable[Layout]) -> bool:
     """Whether an operand lies in an image, which no kernel here reads."""
-    return any([layout.is_image for layout in layouts])
+    return any(layout.is_image for layout in layouts)
 
 
 def largest_divisor(n: int, limit: int, multiple: int = 1) -> int:
