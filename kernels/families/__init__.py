@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kernels.families.attention import ATTENTION
 from kernels.families.concat import CONCAT, IOTA
 from kernels.families.contraction import CONTRACTION
 from kernels.families.convolution import CONVOLUTION
@@ -14,4 +15,4 @@ from kernels.spec import Family
 
 __all__ = ["ALL"]
 
-ALL: tuple[Family, ...] = (CONTRACTION, CONVOLUTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, CONCAT, IOTA)
+ALL: tuple[Family, ...] = (CONTRACTION, CONVOLUTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, ATTENTION, CONCAT, IOTA)
