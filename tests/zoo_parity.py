@@ -24,6 +24,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.optimizers import Sgd, step_values
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
+from layoutopt.rewrites import REWRITES, rewritten
 from tests.plans import any_of, mixed, naive_plan, r_tile, row_major, solver_plan
 from tests.zoo_cases import example, values_of, wide_steps
 
@@ -84,9 +85,13 @@ PLANS: dict[str, Planner] = {
     "mixed": lambda graph, limits, keep: naive_plan(
         graph, limits, mixed(1, kinds=1), any_of(1), relayouts_share=0.2, reuse=True, keep=keep
     ),
+    "rewritten": lambda graph, limits, keep: naive_plan(
+        rewritten(graph, REWRITES), limits, mixed(2, kinds=1), any_of(2), relayouts_share=0.2, reuse=True, keep=keep
+    ),
     "solver": solver_plan,
 }
-"""From a graph, a device's limits and tensors to keep; ``mixed`` has layouts, kernels and relayouts at random."""
+"""From a graph, a device's limits and tensors to keep. ``mixed`` has layouts, kernels and relayouts at random, and so
+has ``rewritten``, after every rewrite; ``solver`` is what planning makes of an uncalibrated device."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class Measured:
         losses: of each step.
         gradients: by parameter, ‖got − expected‖ / ‖expected‖.
         updates: by parameter, the same of its change over all steps, what float32 rounds of the parameter set aside.
+        ops: of the graph that ran.
         launches: kernels launched in a step.
         relayouts: of the plan.
     """
@@ -127,6 +133,7 @@ class Measured:
     losses: tuple[float, ...]
     gradients: Mapping[str, float]
     updates: Mapping[str, float]
+    ops: int
     launches: int
     relayouts: int
 
@@ -213,7 +220,7 @@ def measure(runtime: Runtime, label: str, which: str) -> Measured:
         gradients[name] = relative(got[name] - gradient, expected.gradients[scale])
         change = expected.end[scale] - expected.start[scale]
         updates[name] = relative(end[name] - expected.end[name], change, rounding(expected, name))
-    return Measured(tuple(losses), gradients, updates, launches, len(plan.relayouts))
+    return Measured(tuple(losses), gradients, updates, len(plan.ops), launches, len(plan.relayouts))
 
 
 @lru_cache(maxsize=2)
