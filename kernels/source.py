@@ -46,7 +46,7 @@ def program_source(kernel: Kernel, launch: Launch) -> str:
         parts.append(f"#define {name}_ARG __global {qualifier}{dtype} *{restrict}{name}")
         parts += _macros(name, dtype, layout, tuple(widths))
     parts += [f"#define {key} {_literal(value)}" for key, value in launch.defines]
-    return "\n".join([*parts, launch.preamble, _body(launch.body)])
+    return "\n".join([*parts, str(launch.preamble), _body(launch.body)])
 
 
 def _accesses(launch: Launch, position: int) -> Iterator[Access]:

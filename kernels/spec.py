@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Protocol
@@ -13,7 +13,18 @@ from kernels.nest import Nest
 from layoutopt.graph import Expr, Op, TrainingGraph
 from layoutopt.layout import Layout
 
-__all__ = ["CTYPES", "DeviceLimits", "Family", "Kernel", "KernelVariant", "Launch", "OpSpec", "Scratch", "op_spec"]
+__all__ = [
+    "CTYPES",
+    "DeviceLimits",
+    "Family",
+    "Kernel",
+    "KernelVariant",
+    "Launch",
+    "OpSpec",
+    "Scratch",
+    "Text",
+    "op_spec",
+]
 
 CTYPES = {"float32": "float", "int32": "int", "bool": "uchar"}
 
@@ -138,6 +149,16 @@ class Scratch:
     layout: Layout
 
 
+class Text:
+    """C that is written when a program is made of it: planning looks at kernels by the thousand and runs a few."""
+
+    def __init__(self, write: Callable[[], str]) -> None:
+        self._write = write
+
+    def __str__(self) -> str:
+        return self._write()
+
+
 @dataclass(frozen=True)
 class Launch:
     """One enqueue.
@@ -150,7 +171,7 @@ class Launch:
         global_size: NDRange, fastest dimension first.
         local_size: work group, same rank.
         defines: further ``#define``s: sizes, unroll factors.
-        preamble: generated C (a pointwise expression as a function), placed after the macros.
+        preamble: generated C (a pointwise expression as a function), placed after the macros; perhaps written later.
         views: (operand position, layout) of operands that this launch indexes under other axes than the kernel's.
     """
 
@@ -161,7 +182,7 @@ class Launch:
     global_size: tuple[int, ...]
     local_size: tuple[int, ...]
     defines: tuple[tuple[str, str | int | float], ...] = ()
-    preamble: str = ""
+    preamble: str | Text = ""
     views: tuple[tuple[int, Layout], ...] = ()
 
 

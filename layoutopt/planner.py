@@ -17,7 +17,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_plan
-from layoutopt.pricing import Progress, Tables, build_problem
+from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
 from layoutopt.rewrites import alternatives, planned_graph
 from layoutopt.solve import solve
@@ -39,6 +39,7 @@ def tabulate(
     costs: Costs,
     layouts: Mapping[str, tuple[Layout, ...]] | None = None,
     progress: Progress | None = None,
+    pricer: Pricer | None = None,
 ) -> Tables:
     """The priced problem of a graph, to be planned by several strategies.
 
@@ -47,13 +48,14 @@ def tabulate(
         costs: of a device.
         layouts: candidates per storage; by the device's kind when left out.
         progress: told how far pricing is.
+        pricer: with what it remembers of other graphs, for the same costs.
 
     Raises:
         GraphError, InfeasibleError: as ``pricing.build_problem``.
     """
     if layouts is None:
         layouts = candidates(graph, rules_for(costs.limits.kind, costs.limits.simd_width))
-    return build_problem(graph, costs, layouts, progress)
+    return build_problem(graph, costs, layouts, progress, pricer=pricer)
 
 
 def plan(
@@ -131,10 +133,11 @@ def _best(
     """
     found: list[tuple[Tables, Plan]] = []
     refused: list[InfeasibleError] = []
+    pricer = Pricer(costs)
     for candidate in alternatives(graph, rewrites):
         if any(name not in candidate.tensors for name in keep):
             candidate = graph  # what must stay readable is not to be fused away
-        tables = tabulate(candidate, costs, progress=progress)
+        tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
         try:
             found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
         except InfeasibleError as error:

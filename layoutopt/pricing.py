@@ -29,7 +29,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -64,11 +64,16 @@ class Pricer:
 
     Args:
         costs: prices kernels on a device.
+
+    Attributes:
+        choices: of ops, by what they are and which layouts their storages have: repeated blocks, and graphs that are
+            mostly alike, share them.
     """
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
         self.kernels = 0
+        self.choices: dict[Hashable, tuple[Choice, ...]] = {}
         self._best: dict[OpSpec, dict[tuple[Layout, ...], tuple[Kernel, Cost] | None]] = {}
         self._variants: dict[OpSpec, list[KernelVariant]] = {}
         self._favoured: dict[OpSpec, list[KernelVariant]] = {}
@@ -148,13 +153,16 @@ def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[Kernel, Cost] | None:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pricing makes millions of values that stay and no cycles: collecting would walk them again and again."""
+    """Pricing makes millions of values that stay, and no cycles: collecting would walk them again and again."""
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if running:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()  # both together: what is alive now counts as old, without a look at it
             gc.enable()
 
 
@@ -189,6 +197,7 @@ def build_problem(
     candidates: Mapping[str, tuple[Layout, ...]],
     progress: Progress | None = None,
     limit: int | None = None,
+    pricer: Pricer | None = None,
 ) -> Tables:
     """Price a graph's layout assignment problem.
 
@@ -199,6 +208,7 @@ def build_problem(
         progress: told after each op.
         limit: layout tuples priced per op at most (see the module's text); 216 for contractions, 96 for others when
             left out.
+        pricer: with what it remembers of other graphs, for the same costs.
 
     Raises:
         GraphError: an op reads a value that was already overwritten in place, or its kind has no kernels.
@@ -206,7 +216,7 @@ def build_problem(
     """
     from kernels.spec import op_spec
 
-    pricer = Pricer(costs)
+    pricer = pricer or Pricer(costs)
     used = {graph.storage_of[o.tensor] for op in graph.ops for o in op.operands}
     used |= {graph.storage_of[out] for out in graph.outputs}
     names = tuple(name for name in graph.storages if name in used)
@@ -214,19 +224,20 @@ def build_problem(
     fixed = fixed_storages(graph)
     storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
     pinned = _pinned(graph)
-    shared: dict[tuple[object, ...], tuple[Choice, ...]] = {}
     nodes = []
     for done, op in enumerate(graph.ops):
         operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
         slots = _Slots.of(graph, op, operands, storages)
         spec = op_spec(graph, op)
-        key = (spec, slots.seen, slots.members)
-        if key not in shared:
+        key = (spec, slots.seen, slots.members, limit)
+        choices = pricer.choices.get(key)
+        if choices is None:
             lead = tuple(i for i, group in enumerate(slots.members) if set(group) & set(leading(op)))
-            shared[key] = _choices(pricer, spec, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
-        if not shared[key]:
+            choices = _choices(pricer, spec, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
+            pricer.choices[key] = choices
+        if not choices:
             raise _unserved(graph, op, spec)
-        nodes.append(OpNode(op.name, operands, len(op.inputs), shared[key], pinned[op.name]))
+        nodes.append(OpNode(op.name, operands, len(op.inputs), choices, pinned[op.name]))
         if progress:
             progress("pricing kernels", 0.7 * (done + 1) / len(graph.ops))
     relayouts: dict[tuple[int, int, int], int] = {}

@@ -59,7 +59,7 @@ def fill_launch(
             return f"{name}_AT({at}) = 0;"
         return f"{name}_STORE{width}(({CTYPES[dtype]}{width})(0),{at});"
 
-    return walk_launch(walk, [(name, position)], walk.accesses(position, True, shift), 0, step)
+    return walk_launch(walk, [(name, position)], walk.nest(walk.accesses(position, True, shift)), step)
 
 
 class Concat:
@@ -116,8 +116,8 @@ def _copy(variant: KernelVariant, lead: Layout, position: int, output: int, star
             return f"Y_AT({target}) = X_AT({source});"
         return f"Y_STORE{width}(X_LOAD{width}({source}),{target});"
 
-    accesses = [*walk.accesses(position, False), *walk.accesses(output, True, [0, start, 0])]
-    return walk_launch(walk, [("X", position), ("Y", output)], accesses, 0, step), walk.width
+    nest = walk.nest([*walk.accesses(position, False), *walk.accesses(output, True, [0, start, 0])])
+    return walk_launch(walk, [("X", position), ("Y", output)], nest, step), walk.width
 
 
 class Iota:
@@ -141,7 +141,7 @@ class Iota:
         def step(width: int, coords: list[str]) -> str:
             return f"Y_AT({coords[0]}) = {literal(first)} + {literal(stride)} * {coords[0]};"
 
-        launch = walk_launch(walk, [("Y", 0)], walk.accesses(0, True), 2, step)
+        launch = walk_launch(walk, [("Y", 0)], walk.nest(walk.accesses(0, True), 2), step)
         return Kernel(spec, variant, layouts, (launch,))
 
 

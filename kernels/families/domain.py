@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from kernels.families.common import decode_c, index_c, largest_divisor, ndrange
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term
-from kernels.spec import Launch
+from kernels.spec import Launch, Text
 from layoutopt.layout import Layout
 
 __all__ = ["Walk", "fat_walk", "thin_walk", "walk_launch"]
@@ -47,6 +48,7 @@ class Walk:
         seq: sequential loops outside the vector loop.
         coords: start coordinate per axis.
         overhang: axes whose coordinate may pass the shape.
+        memo: coordinates and nests that kernels over this walk have asked for.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class Walk:
     seq: list[Loop] = field(default_factory=list)
     coords: list[Index] = field(default_factory=list)
     overhang: set[int] = field(default_factory=set)
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def _add(self, axis: int, name: str, coef: int) -> None:
         self.coords[axis] = self.coords[axis] + Index(0, (Term(name, coef),))
@@ -80,18 +83,39 @@ class Walk:
             write: store or load.
             shift: constant added per axis (a part's place in a concatenation).
         """
-        moved = [c + s for c, s in zip(self.coords, shift or [0] * len(self.shape), strict=True)]
+        key = "at", tuple(shift or ())
+        if key not in self.memo:
+            self.memo[key] = self._places(shift or [0] * len(self.shape))
+        vector, singles = self.memo[key]
+        out = [Access(operand, vector, self.width, self.axis, write)]
+        return out + [Access(operand, place, 1, 0, write, len(self.seq)) for place in singles]
+
+    def _places(self, shift: Sequence[int]) -> tuple[tuple[Index, ...], list[tuple[Index, ...]]]:
+        moved = [c + s for c, s in zip(self.coords, shift, strict=True)]
         vector = list(moved)
         if self.span // self.width > 1:
             vector[self.axis] = vector[self.axis] + Index(0, (Term("v", self.width),))
-        out = [Access(operand, tuple(vector), self.width, self.axis, write)]
+        singles = []
         n, tail = self.shape[self.axis], self.shape[self.axis] % self.width
         if tail and self.axis not in self.overhang:
             for t in range(tail):
                 single = list(moved)
                 single[self.axis] = single[self.axis] + (n - tail + t)
-                out.append(Access(operand, tuple(single), 1, 0, write, len(self.seq)))
-        return out
+                singles.append(tuple(single))
+        return tuple(vector), singles
+
+    def nest(self, accesses: Sequence[Access], flops: int = 0) -> Nest:
+        """The walk around ``accesses`` of one vector step; ``flops`` is the arithmetic of one element."""
+        return Nest(tuple(self.grid), (Phase(self.loops, tuple(accesses), flops * self.width),))
+
+    def whole(self, reads: tuple[int, ...], writes: tuple[int, ...], flops: int) -> Nest:
+        """The nest that reads and writes whole operands; programs that touch the same ones share it."""
+        key = reads, writes, flops
+        if key not in self.memo:
+            accesses = [a for i in reads for a in self.accesses(i, False)]
+            self.memo[key] = self.nest([*accesses, *(a for i in writes for a in self.accesses(i, True))], flops)
+        nest: Nest = self.memo[key]
+        return nest
 
     # ---- the code ---------------------------------------------------------------------------------------------
 
@@ -149,6 +173,19 @@ def _start(lead: Layout, width: int, exact: int) -> tuple[Walk, list[_Digit]] | 
     return walk, digits
 
 
+def _share_out(walk: Walk, lead: Layout, digit: _Digit, name: str, steps: int, block: int, weight: int) -> int:
+    """Cut a digit's steps of ``weight`` into work groups of ``block``; how many they are."""
+    blocks = -(-steps // block)
+    tiled = not digit.outermost or digit.weight > 1
+    passes = blocks * block * weight > lead.shape[digit.axis]
+    if passes or (tiled and lead.padded(digit.axis) != lead.shape[digit.axis]):
+        walk.overhang.add(digit.axis)
+    if blocks > 1:
+        walk.grid.insert(0, Loop(name, blocks, "group"))
+        walk._add(digit.axis, name, weight * block)
+    return blocks
+
+
 @lru_cache(maxsize=1 << 14)
 def fat_walk(lead: Layout, width: int, chunk: int, exact: int = -1) -> Walk | None:
     """One item a group, each walking about ``chunk`` elements in the lead's storage order.
@@ -164,8 +201,6 @@ def fat_walk(lead: Layout, width: int, chunk: int, exact: int = -1) -> Walk | No
         return None
     walk, digits = started
     done = 1
-    grid: list[Loop] = []
-    seq: list[Loop] = []
     for position, digit in reversed(list(enumerate(digits))):
         vectors = position == len(digits) - 1
         multiple = width if vectors else 1
@@ -178,27 +213,15 @@ def fat_walk(lead: Layout, width: int, chunk: int, exact: int = -1) -> Walk | No
             block = -(-block // multiple) * multiple
         else:
             block = largest_divisor(digit.extent, wanted, multiple)
-        blocks = -(-digit.extent // block)
-        if blocks * block * digit.weight > lead.shape[digit.axis] and (blocks > 1 or not digit.outermost):
-            walk.overhang.add(digit.axis)
-        if not digit.outermost or digit.weight > 1:
-            _mark_padding(walk, lead, digit.axis)
-        if blocks > 1:
-            grid.insert(0, Loop(f"g{position}", blocks, "group"))
-            walk._add(digit.axis, f"g{position}", digit.weight * block)
+        blocks = _share_out(walk, lead, digit, f"g{position}", digit.extent, block, digit.weight)
         if vectors:
             walk.span = block
         elif block > 1:
-            seq.insert(0, Loop(f"s{position}", block))
+            walk.seq.insert(0, Loop(f"s{position}", block))
             walk._add(digit.axis, f"s{position}", digit.weight)
         done = chunk if blocks > 1 else done * block
-    walk.grid, walk.seq = grid or [Loop("g", 1, "group")], seq
+    walk.grid = walk.grid or [Loop("g", 1, "group")]
     return walk
-
-
-def _mark_padding(walk: Walk, lead: Layout, axis: int) -> None:
-    if lead.padded(axis) != lead.shape[axis]:
-        walk.overhang.add(axis)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -213,7 +236,6 @@ def thin_walk(lead: Layout, width: int, exact: int = -1) -> Walk | None:
         return None
     walk, digits = started
     items = 1
-    grid: list[Loop] = []
     local: list[Loop] = []
     for position, digit in reversed(list(enumerate(digits))):
         vectors = position == len(digits) - 1
@@ -222,45 +244,38 @@ def thin_walk(lead: Layout, width: int, exact: int = -1) -> Walk | None:
         block = min(steps, max(_THIN_ITEMS // items, 1))
         if not digit.outermost:
             block = largest_divisor(steps, block)
-        blocks = -(-steps // block)
-        if blocks * block * weight > lead.shape[digit.axis]:
-            walk.overhang.add(digit.axis)
-        if not digit.outermost or digit.weight > 1:
-            _mark_padding(walk, lead, digit.axis)
-        if blocks > 1:
-            grid.insert(0, Loop(f"g{position}", blocks, "group"))
-            walk._add(digit.axis, f"g{position}", weight * block)
+        _share_out(walk, lead, digit, f"g{position}", steps, block, weight)
         if block > 1:
             local.insert(0, Loop(f"i{position}", block, "item"))
             walk._add(digit.axis, f"i{position}", weight)
         items *= block
     walk.span = width
-    walk.grid = [*(grid or [Loop("g", 1, "group")]), *(local or [Loop("i", 1, "item")])]
+    walk.grid = [*(walk.grid or [Loop("g", 1, "group")]), *(local or [Loop("i", 1, "item")])]
     return walk
 
 
 def walk_launch(
     walk: Walk,
     operands: Sequence[tuple[str, int]],
-    accesses: Sequence[Access],
-    flops: int,
+    nest: Nest,
     step: Callable[[int, list[str]], str],
-    functions: str = "",
+    functions: Callable[[], str] = str,
 ) -> Launch:
     """The launch that does one statement at every point of a walk.
 
     Args:
         walk: loops and coordinates.
         operands: (C name, position) in argument order.
-        accesses: of one vector step, as ``Walk.accesses`` lists them.
-        flops: arithmetic of one element.
+        nest: the walk's, around the accesses of one statement.
         step: C statement for a width at C coordinates.
-        functions: C functions that the statement calls.
+        functions: the text of C functions that the statement calls.
     """
-    nest = Nest(tuple(walk.grid), (Phase(walk.loops, tuple(accesses), flops * walk.width),))
     global_size, local_size = ndrange(walk.grid)
     params = ", ".join(f"{name}_ARG" for name, _ in operands)
-    code = walk.code(lambda at: step(walk.width, at), lambda at: step(1, at))
-    preamble = f"{functions}\n#define PARAMS {params}\n#define WALK {code}"
+
+    def text() -> str:
+        code = walk.code(lambda at: step(walk.width, at), lambda at: step(1, at))
+        return f"{functions()}\n#define PARAMS {params}\n#define WALK {code}"
+
     defines = (("LOCAL", local_size[0]),)
-    return Launch("pointwise.cl", "pointwise", tuple(operands), nest, global_size, local_size, defines, preamble)
+    return Launch("pointwise.cl", "pointwise", tuple(operands), nest, global_size, local_size, defines, Text(text))

@@ -131,8 +131,8 @@ def _tiles(variant: KernelVariant, spec: OpSpec, shape: tuple[int, ...], p: int,
         at = [f"({c})*{size}" if a in along else c for a, c in enumerate(coords)]
         return _tile_step(spec, shape, at, p, q, size)
 
-    accesses = [*rows(0, p, q, False), *rows(1, q, p, True)]
-    return walk_launch(walk, [("X0", 0), ("Y0", 1)], accesses, 0, step)
+    nest = walk.nest([*rows(0, p, q, False), *rows(1, q, p, True)])
+    return walk_launch(walk, [("X0", 0), ("Y0", 1)], nest, step)
 
 
 def _tile_step(spec: OpSpec, shape: Sequence[int], at: list[str], p: int, q: int, size: int) -> str:
@@ -206,19 +206,18 @@ def pointwise_launch(spec: OpSpec, walk: Walk) -> Launch:
     used = used_inputs(expr)
     outputs = range(spec.inputs, len(spec.shapes))
     operands = [(f"X{i}", i) for i in used] + [(f"Y{i - spec.inputs}", i) for i in outputs]
-    accesses = [a for i in used for a in walk.accesses(i, False)]
-    accesses += [a for i in outputs for a in walk.accesses(i, True)]
-    in_types, out_types = spec.dtypes[: spec.inputs], spec.dtypes[spec.inputs :]
-    widths = sorted({walk.width, 1}, reverse=True)
-    functions = "\n".join(expr_function(f"expr_{w}", expr, in_types, out_types, w) for w in widths)
-    if needs_math(expr):
-        functions = f"{math_c(walk.width)}\n{functions}"
     names = [name for name, _ in operands]
+
+    def functions() -> str:
+        in_types, out_types = spec.dtypes[: spec.inputs], spec.dtypes[spec.inputs :]
+        widths = sorted({walk.width, 1}, reverse=True)
+        text = "\n".join(expr_function(f"expr_{w}", expr, in_types, out_types, w) for w in widths)
+        return f"{math_c(walk.width)}\n{text}" if needs_math(expr) else text
 
     def step(width: int, coords: list[str]) -> str:
         return _step(width, coords, names, spec)
 
-    return walk_launch(walk, operands, accesses, expr_flops(expr), step, functions)
+    return walk_launch(walk, operands, walk.whole(used, tuple(outputs), expr_flops(expr)), step, functions)
 
 
 def _step(width: int, coords: list[str], names: Sequence[str], spec: OpSpec) -> str:
