@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kernels.families.indexing import INDEXING
+from kernels.reference import evaluate
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, OpSpec
 from kernels.testing import PreparedKernel, check_kernel
@@ -59,6 +60,28 @@ def test_reduce_of_integers_and_nan(device_index: int) -> None:
     check_all(device_index, spec, laid_out(spec, "row-major"), [y])
 
 
+@pytest.mark.parametrize("name", ["row-major", "transposed"])
+@pytest.mark.parametrize(
+    ("shape", "fn"), [((150, 1003), "sum"), ((1, 4099), "max"), ((385, 516), "mean"), ((3, 2), "sum")]
+)
+def test_reductions_cut_for_a_large_gpu(device_index: int, shape: tuple[int, int], name: str, fn: str) -> None:
+    x = normal(*shape)
+    limits = replace(GPU_LIMITS, compute_units=132)
+    axes = {"sum": x.sum, "max": x.max, "mean": x.mean}
+    expected = axes[fn](1, dtype=np.float64) if fn != "max" else x.max(1)
+    spec = make_spec("reduce", [x], [shape[:1]], {"fn": fn})
+    kernels = kernels_of(spec, laid_out(spec, name), limits)
+    for kernel in kernels:
+        prepared = PreparedKernel(devices()[device_index].handle, kernel, [x])
+        prepared.run()
+        (got,) = prepared.outputs()
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5 * np.abs(x).sum(1).max() / 100)
+        prepared.run()
+        np.testing.assert_array_equal(prepared.outputs()[0], got)
+    if shape[1] > 1000 and name == "transposed" and shape[0] > 1:
+        assert {len(k.launches) for k in kernels if k.variant.name == "block"} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("shape", "name"), [((130, 70), "row-major"), ((19, 37), "r-tile 4x4"), ((64, 20), "transposed")]
 )
@@ -66,6 +89,9 @@ def test_layer_norm_affine(device_index: int, shape: tuple[int, int], name: str)
     inputs = [normal(*shape), normal(*shape, seed=1) + 2, normal(shape[0], seed=2), np.abs(normal(shape[0], seed=3))]
     spec = make_spec("layer_norm_affine", inputs, [shape[1:]] * 2)
     check_all(device_index, spec, laid_out(spec, name), inputs)
+    for kernel in kernels_of(spec, laid_out(spec, name), replace(GPU_LIMITS, compute_units=132)):
+        expected = evaluate("layer_norm_affine", {}, [x.astype(np.float64) for x in inputs], spec.shapes[4:])
+        check_kernel(devices()[device_index].handle, kernel, inputs, expected)
 
 
 # ---- tables ---------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 // Sums and maxima over one axis of a matrix. `kept` runs over the axis that stays, `red` over the one that goes; OP says
-// which of the matrix' axes they are. Three orientations:
+// which of the matrix' axes they are. Four orientations:
 //   reduce_across  vectors of W along the kept axis, NV of them a work item: no reduction across lanes;
+//   reduce_block   the same for a work group: LANES vectors, and ROWS of the reduced axis at once, joined in local memory;
 //   reduce_along   vectors of W along the reduced axis, ROWS kept values a work item;
-//   reduce_group   the same, one kept value over the L work items of a group, reduced through local memory.
-// The reduced axis may be cut into SPLIT chunks whose results go to scratch; reduce_final then joins them in order, so
-// that the result does not depend on timing.
+//   reduce_group   the same, ROWS kept values a group, each over L work items, joined through local memory.
+// The reduced axis may be cut into SPLIT chunks whose results go to scratch; reduce_final then joins them. All is joined
+// in a fixed order, so that the result does not depend on timing.
 
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
@@ -34,7 +35,7 @@ static VEC joinv(VEC a, VEC b) { return (a >= b) | (a != a) ? a : b; }
 #endif
 
 #if W == 1
-#define LANES(v) (v)
+#define LANES_OF(v) (v)
 #else
 static ELEM lanes_(const ELEM *x)
 {
@@ -44,7 +45,7 @@ static ELEM lanes_(const ELEM *x)
         for (int n = 0; n < half_; ++n) part[n] = join1(part[n], part[n + half_]);
     return part[0];
 }
-#define LANES(v) lanes_((const ELEM *)&(v))
+#define LANES_OF(v) lanes_((const ELEM *)&(v))
 #endif
 
 #ifdef OP_reduce
@@ -81,8 +82,10 @@ static ELEM lanes_(const ELEM *x)
 #else
 #if TWO
 #define PARAMS PARAMS_IN, P_ARG, Q_ARG
+#define FINAL_PARAMS P_ARG, Q_ARG, PARAMS_OUT
 #else
 #define PARAMS PARAMS_IN, P_ARG
+#define FINAL_PARAMS P_ARG, PARAMS_OUT
 #define Q_AT P_AT
 #define Q_STORE2 P_STORE2
 #define Q_STORE4 P_STORE4
@@ -142,48 +145,97 @@ void reduce_along(PARAMS)
         int red = first;
         for (; red + W <= last; red += W) { STEP(VEC, V_LD, R_VECTOR, joinv, a, b) }
         for (; red < last; ++red) { STEP(ELEM, S_LD, R_SCALAR, join1, a1, b1) }
-        a1 = join1(a1, LANES(a));
-        b1 = join1(b1, LANES(b));
+        a1 = join1(a1, LANES_OF(a));
+        b1 = join1(b1, LANES_OF(b));
         PUT_S(a1, b1)
     }
 }
 #endif
 
+#ifdef ENTRY_block
+__kernel __attribute__((reqd_work_group_size(LANES * ROWS, 1, 1)))
+void reduce_block(PARAMS)
+{
+    __local VEC part[TWO + 1][ROWS][LANES];
+    const int s = (int)get_group_id(0) / GROUPS, g = (int)get_group_id(0) % GROUPS;
+    const int lane = (int)get_local_id(0) % LANES, row = (int)get_local_id(0) / LANES;
+    const int first = s * CHUNK + row, last = min((s + 1) * CHUNK, RED), begin = (g * LANES + lane) * W;
+    VEC a = (VEC)(START), b = (VEC)(START);
+    if (begin + W <= KEPT) {
+        const int kept = begin;
+        // Loads take long, and those of several rows do not wait for each other.
+#pragma unroll 8
+        for (int red = first; red < last; red += ROWS) { STEP(VEC, V_LD, R_SCALAR, joinv, a, b) }
+    }
+#if W > 1
+    for (int n = 0; n < W && begin + W > KEPT; ++n) {
+        const int kept = begin + n;
+        ELEM a1 = START, b1 = START;
+        for (int red = first; kept < KEPT && red < last; red += ROWS) { STEP(ELEM, S_LD, R_SCALAR, join1, a1, b1) }
+        ((ELEM *)&a)[n] = a1;
+        ((ELEM *)&b)[n] = b1;
+    }
+#endif
+    part[0][row][lane] = a;
+    if (TWO) part[TWO][row][lane] = b;
+    for (int half_ = ROWS / 2; half_ > 0; half_ /= 2) {
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (row < half_)
+            for (int n = 0; n <= TWO; ++n) part[n][row][lane] = joinv(part[n][row][lane], part[n][row + half_][lane]);
+    }
+    if (row > 0) return;
+    a = part[0][0][lane];
+    b = part[TWO][0][lane];
+    if (begin + W <= KEPT) {
+        const int kept = begin;
+        PUT_V(a, b)
+    } else {
+        for (int kept = begin; kept < KEPT; ++kept) { PUT_S(((ELEM *)&a)[kept - begin], ((ELEM *)&b)[kept - begin]) }
+    }
+}
+#endif
+
 #ifdef ENTRY_group
-__kernel __attribute__((reqd_work_group_size(L, 1, 1)))
+__kernel __attribute__((reqd_work_group_size(L * ROWS, 1, 1)))
 void reduce_group(PARAMS)
 {
-    __local ELEM part[TWO + 1][L];
-    const int s = (int)get_group_id(0) / GROUPS, kept = (int)get_group_id(0) % GROUPS, lane = get_local_id(0);
-    const int first = s * CHUNK, last = min(first + CHUNK, RED);
+    __local ELEM parts[TWO + 1][ROWS][L];
+    const int s = (int)get_group_id(0) / GROUPS, lane = (int)get_local_id(0) % L, row = (int)get_local_id(0) / L;
+    const int slot = (int)get_group_id(0) % GROUPS * ROWS + row, live = slot < KEPT, kept = live ? slot : KEPT - 1;
+    const int first = s * CHUNK, last = live ? min(first + CHUNK, RED) : first;
     VEC a = (VEC)(START), b = (VEC)(START);
     ELEM a1 = START, b1 = START;
+#pragma unroll 4
     for (int red = first + lane * W; red + W <= last; red += L * W) { STEP(VEC, V_LD, R_VECTOR, joinv, a, b) }
     if (W > 1) {
         const int red = first + (last - first) / W * W + lane;
         if (red < last) { STEP(ELEM, S_LD, R_SCALAR, join1, a1, b1) }
     }
-    part[0][lane] = join1(a1, LANES(a));
-    part[TWO][lane] = TWO ? join1(b1, LANES(b)) : part[0][lane];
-    barrier(CLK_LOCAL_MEM_FENCE);
+    parts[0][row][lane] = join1(a1, LANES_OF(a));
+    if (TWO) parts[TWO][row][lane] = join1(b1, LANES_OF(b));
     for (int half_ = L / 2; half_ > 0; half_ /= 2) {
-        if (lane < half_)
-            for (int n = 0; n <= TWO; ++n) part[n][lane] = join1(part[n][lane], part[n][lane + half_]);
         barrier(CLK_LOCAL_MEM_FENCE);
+        if (lane < half_)
+            for (int n = 0; n <= TWO; ++n) parts[n][row][lane] = join1(parts[n][row][lane], parts[n][row][lane + half_]);
     }
-    if (lane == 0) PUT_S(part[0][0], part[TWO][0])
+    if (lane == 0 && live) PUT_S(parts[0][row][0], parts[TWO][row][0])
 }
 #endif
 
 #ifdef ENTRY_final
 __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1)))
-void reduce_final(P_ARG, Y_ARG)
+void reduce_final(FINAL_PARAMS)
 {
     const int begin = ((int)get_group_id(0) * ITEMS + (int)get_local_id(0)) * BLOCK;
     for (int kept = begin; kept < min(begin + BLOCK, KEPT); ++kept) {
-        ELEM a = START;
-        for (int s = 0; s < SPLIT; ++s) a = join1(a, P_AT(s, kept));
-        Y_AT(kept) = a * SCALE;
+        ELEM a = START, b = START;
+#pragma unroll 8
+        for (int s = 0; s < SPLIT; ++s) {
+            a = join1(a, P_AT(s, kept));
+            if (TWO) b = join1(b, Q_AT(s, kept));
+        }
+        AT_(OUT0, kept) = a * SCALE;
+        if (TWO) AT_(OUT1, kept) = b;
     }
 }
 #endif

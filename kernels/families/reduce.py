@@ -1,12 +1,15 @@
 """Reductions of one axis of a matrix: sums, means, maxima, and the affine gradients of layer norm.
 
-Orientations: ``across`` (vectors along the axis that stays, ``nv`` of them a work item), ``along`` (vectors along the
-axis that goes) and, on GPUs, ``group`` (one result over the ``items`` work items of a group). Any of them may cut the
-reduced axis into ``split`` chunks, whose results a second launch joins in a fixed order.
+On CPUs ``across`` (vectors along the axis that stays, ``nv`` of them a work item) and ``along`` (vectors along the axis
+that goes). On GPUs ``block`` (``lanes`` vectors along the axis that stays, ``rows`` of the other at once: whole lines
+are read, and many at a time) and ``group`` (``rows`` results, each over ``items`` work items along the axis that goes).
+Any of them may cut the reduced axis into ``split`` chunks, which a second launch joins; everything is joined in a fixed
+order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,8 +21,13 @@ from layoutopt.layout import Layout
 __all__ = ["REDUCE", "Reduce"]
 
 _GROUP_ITEMS = 128
-_THIN_ITEMS = 64
+_BLOCK_ITEMS = 256
+_FINAL_ITEMS = 64
+_LINE_BYTES = 128
+_WAVE_ITEMS = 32
 _MIN_CHUNK = 16
+_ROWS_EACH = 4
+"""Rows that an item of ``block`` should add up at least, or its launch is not worth more items."""
 _FINAL_BLOCK = 64
 
 
@@ -55,26 +63,39 @@ class Reduce:
         """Orientations and widths, each whole and, where that leaves compute units idle, split."""
         op = _OPS[spec.kind]
         kept, red = _extents(op, spec.shapes[0])
-        gpu = limits.kind == "gpu"
-        if gpu:
-            shapes = [("across", {"items": _THIN_ITEMS, "nv": 1, "v": v}) for v in (4, 1)]
-            shapes += [("group", {"items": _GROUP_ITEMS, "v": v}) for v in (4, 1)]
-        else:
-            widths = [*dict.fromkeys([w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)] + [1])]
-            shapes = [("across", {"items": 1, "nv": nv, "v": v}) for v in widths if v > 1 for nv in (4, 1)]
-            shapes += [("along", {"rows": 4 if kept >= 64 else 1, "v": v}) for v in widths]
+        if limits.kind == "gpu":
+            return list(dict.fromkeys(self._gpu_variants(kept, red, limits)))
+        widths = [*dict.fromkeys([w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)] + [1])]
+        shapes = [("across", {"items": 1, "nv": nv, "v": v}) for v in widths if v > 1 for nv in (4, 1)]
+        shapes += [("along", {"rows": 4 if kept >= 64 else 1, "v": v}) for v in widths]
         out = []
         for name, params in shapes:
-            if name == "across":
-                groups = -(-kept // (params["v"] * params["nv"] * params["items"]))
-            else:
-                groups = -(-kept // params.get("rows", 1))
-            wanted = limits.compute_units * (8 if gpu else 4)
-            split = max(min(-(-wanted // groups), red // _MIN_CHUNK), 1)
-            for s in dict.fromkeys((1, split)):
-                pairs = tuple(sorted({**params, "split": s}.items()))
-                out.append(KernelVariant(self.name, name, pairs))
+            each = params["v"] * params["nv"] if name == "across" else params["rows"]
+            split = _split(limits.compute_units * 4, -(-kept // each), red // _MIN_CHUNK)
+            out += [self._variant(name, **params, split=s) for s in dict.fromkeys((1, split))]
         return out
+
+    def _variant(self, name: str, **params: int) -> KernelVariant:
+        return KernelVariant(self.name, name, tuple(sorted(params.items())))
+
+    def _gpu_variants(self, kept: int, red: int, limits: DeviceLimits) -> Iterator[KernelVariant]:
+        for v in (4, 1):
+            vectors = -(-kept // v)
+            # A line of memory across and many rows at once: few groups, one launch. A wave across: many groups.
+            for most, items, cut in (
+                (_LINE_BYTES // (4 * v), 2 * _BLOCK_ITEMS, False),
+                (_WAVE_ITEMS, _BLOCK_ITEMS, True),
+            ):
+                lanes = _power(min(most, vectors))
+                rows = _power(min(min(items, limits.max_work_group_size) // lanes, max(red // _ROWS_EACH, 1)), up=False)
+                split = _split(limits.compute_units * 4, -(-vectors // lanes), red // (rows * _ROWS_EACH))
+                yield self._variant("block", lanes=lanes, rows=rows, split=split if cut else 1, v=v)
+        for v in (4, 1):
+            items = max(_power(min(-(-red // (2 * v)), _GROUP_ITEMS)), 8)
+            rows = _GROUP_ITEMS // items
+            split = _split(limits.compute_units * 8, -(-kept // rows), red // (items * v * _ROWS_EACH))
+            for s in dict.fromkeys((1, split)):
+                yield self._variant("group", items=items, rows=rows, split=s, v=v)
 
     def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
         """None where no matrix has vectors, or at least quarters of 16, along the axis, or the dtype has no kernel."""
@@ -82,14 +103,25 @@ class Reduce:
         names = dict(zip((*op.inputs, *op.outputs), range(len(layouts)), strict=True))
         kept, red = _extents(op, spec.shapes[0])
         width = variant.param("v")
-        axis = op.kept_axis if variant.name == "across" else 1 - op.kept_axis
-        room = kept if variant.name == "across" else red
+        by_kept = variant.name in ("across", "block")
+        axis = op.kept_axis if by_kept else 1 - op.kept_axis
+        room = kept if by_kept else red
         contiguous = any(layouts[names[m]].vectorizes(axis, min(max(width, 2), 4)) for m in op.matrices)
         scalar_fallback = width == 1 and variant.name in ("along", "group")
         if any_image(layouts) or spec.dtypes[0] not in _ELEM or room < width or not (contiguous or scalar_fallback):
             return None
         launches, scratch = _launches(variant, spec)
         return Kernel(spec, variant, layouts, launches, scratch)
+
+
+def _split(wanted: int, groups: int, most: int) -> int:
+    """Chunks of the reduced axis, so that there are ``wanted`` groups; at most ``most``."""
+    return max(min(-(-wanted // groups), most), 1)
+
+
+def _power(n: int, up: bool = True) -> int:
+    """The power of two at or next to ``n``."""
+    return 1 << ((n - 1).bit_length() if up else n.bit_length() - 1)
 
 
 def _extents(op: _Op, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -109,8 +141,9 @@ class _Builder:
         self.split = variant.param("split")
         self.chunk = -(-self.red // self.split)
         if self.split > 1:
-            # Vectors along the reduced axis must start at multiples of their width in every chunk.
-            self.chunk = -(-self.chunk // variant.param("v")) * variant.param("v")
+            # Vectors along the reduced axis start at multiples of their width in every chunk, rows at once at theirs.
+            unit = variant.param("rows" if variant.name == "block" else "v")
+            self.chunk = -(-self.chunk // unit) * unit
             self.split = -(-self.red // self.chunk)
         self.names = {name: i for i, name in enumerate((*op.inputs, *op.outputs))}
         self.partials: tuple[str, ...] = ("P", "Q")[: len(op.outputs)] if self.split > 1 else ()
@@ -118,11 +151,12 @@ class _Builder:
             self.names[name] = len(spec.shapes) + i
 
     def launches(self) -> tuple[tuple[Launch, ...], tuple[Scratch, ...]]:
-        """The main launch and one per output to join the chunks; what they pass on to each other."""
+        """The main launch and one to join the chunks; what they pass on to each other."""
         dtype = self.spec.dtypes[0]
         scratch = tuple(Scratch(dtype, Layout.row_major((self.split, self.kept))) for _ in self.partials)
         launches = [getattr(self, f"_{self.variant.name}")()]
-        launches += [self._final(p, y) for p, y in zip(self.partials, self.op.outputs, strict=False)]
+        if self.partials:
+            launches.append(self._final())
         return tuple(launches), scratch
 
     def _constants(self) -> dict[str, str | int | float]:
@@ -198,38 +232,51 @@ class _Builder:
         vectors = [Access(self.names[n], (red,), width) for n in self.op.along_red]
         return (*(self._matrix(m, kept, red, width, False) for m in self.op.matrices), *vectors)
 
+    def _block(self) -> Launch:
+        width, lanes, rows = (self.variant.param(p) for p in ("v", "lanes", "rows"))
+        groups = -(-self.kept // (width * lanes))
+        red = Index(0, (Term("s", self.chunk), Term("y"), Term("r", rows)))
+        kept = Index(0, (Term("g", width * lanes), Term("t", width)))
+        loads = [Access(self.names[n], (red,)) for n in self.op.along_red]
+        loads += [self._matrix(m, kept, red, width, True) for m in self.op.matrices]
+        # One row of items has the results: those of the others are beyond the last.
+        stores = self._results(kept + Index(0, (Term("y", groups * lanes * width),)), width)
+        grid = [
+            *(Loop("s", self.split, "group"), Loop("g", groups, "group")),
+            *(Loop("y", rows, "item"), Loop("t", lanes, "item")),
+        ]
+        body = Phase((Loop("r", -(-self.chunk // rows)),), tuple(loads), self.op.flops * width)
+        phases = [body, Phase((), tuple(stores))]
+        return self._launch("block", grid, phases, rows * lanes, LANES=lanes, ROWS=rows, GROUPS=groups)
+
     def _group(self) -> Launch:
-        width, items = self.variant.param("v"), self.variant.param("items")
-        kept = Index(0, (Term("g"),))
+        width, items, rows = (self.variant.param(p) for p in ("v", "items", "rows"))
+        groups = -(-self.kept // rows)
+        kept = Index(0, (Term("g", rows), Term("y")))
         red = Index(0, (Term("s", self.chunk), Term("t", width), Term("r", width * items)))
         steps = -(-self.chunk // (width * items))
-        grid = [Loop("s", self.split, "group"), Loop("g", self.kept, "group"), Loop("t", items, "item")]
+        grid = [
+            *(Loop("s", self.split, "group"), Loop("g", groups, "group")),
+            *(Loop("y", rows, "item"), Loop("t", items, "item")),
+        ]
         phases = [
             Phase((Loop("r", steps),), self._step(kept, red, width), self.op.flops * width),
-            Phase((), tuple(self._results(Index(0, (Term("g"), Term("t", self.kept))), 1))),
+            Phase((), tuple(self._results(kept + Index(0, (Term("t", groups * rows),)), 1))),
         ]
-        return self._launch("group", grid, phases, items, L=items, GROUPS=self.kept)
+        return self._launch("group", grid, phases, rows * items, L=items, ROWS=rows, GROUPS=groups)
 
-    def _final(self, partial: str, output: str) -> Launch:
-        items = self.variant.param("items") if self.variant.name == "across" else 1
-        items = max(items, _THIN_ITEMS if self.variant.name == "group" else 1)
-        block = 1 if items > 1 else _FINAL_BLOCK
+    def _final(self) -> Launch:
+        items, block = (_FINAL_ITEMS, 1) if self.variant.name in ("block", "group") else (1, _FINAL_BLOCK)
         groups = -(-self.kept // (items * block))
         kept = Index(0, (Term("g", items * block), Term("t", block), Term("q")))
         accesses = (
-            Access(self.names[partial], (Index(0, (Term("s"),)), kept)),
-            Access(self.names[output], (kept,), write=True, depth=1),
+            *(Access(self.names[p], (Index(0, (Term("s"),)), kept)) for p in self.partials),
+            *(Access(self.names[y], (kept,), write=True, depth=1) for y in self.op.outputs),
         )
         grid = (Loop("g", groups, "group"), Loop("t", items, "item"))
-        nest = Nest(grid, (Phase((Loop("q", block), Loop("s", self.split)), accesses, 1),))
-        defines: dict[str, str | int | float] = {
-            **self._constants(),
-            "W": 1,
-            "ITEMS": items,
-            "BLOCK": block,
-            "ENTRY_final": 1,
-        }
-        operands = (("P", self.names[partial]), ("Y", self.names[output]))
+        nest = Nest(grid, (Phase((Loop("q", block), Loop("s", self.split)), accesses, len(self.partials)),))
+        defines = {**self._constants(), "W": 1, "ITEMS": items, "BLOCK": block, "ENTRY_final": 1}
+        operands = tuple((name, self.names[name]) for name in (*self.partials, *self.op.outputs))
         size = ((groups * items,), (items,))
         return Launch("reduce.cl", "reduce_final", operands, nest, *size, tuple(defines.items()))
 
