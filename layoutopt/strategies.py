@@ -145,10 +145,7 @@ def greedy(problem: Problem) -> Assignment:
     Raises:
         InfeasibleError: no assignment, or a dead end.
     """
-    started = time.perf_counter()
-    state = _State(problem)
-    state.settle(_by_total)
-    return state.assignment("greedy", started)
+    return _in_order(problem, _by_total, "greedy")
 
 
 def ideal(problem: Problem) -> Assignment:
@@ -157,10 +154,14 @@ def ideal(problem: Problem) -> Assignment:
     Raises:
         InfeasibleError: no assignment, or a dead end.
     """
+    return _in_order(problem, _by_own, "ideal")
+
+
+def _in_order(problem: Problem, key: Callable[[int, int], tuple[int, ...]], method: str) -> Assignment:
     started = time.perf_counter()
     state = _State(problem)
-    state.settle(_by_own)
-    return state.assignment("ideal", started)
+    state.settle(key)
+    return state.assignment(method, started)
 
 
 def rowmajor(problem: Problem) -> Assignment:

@@ -117,6 +117,41 @@ def _causal(kind: str, positions: int, **settings: Any) -> Callable[[Sizes], Mad
     return make
 
 
+def _decoder(
+    kind: str, hidden: int, ffn: int, layers: int, heads: int, groups: int, vocab: int, positions: int, **settings: Any
+) -> Callable[[Sizes], Made]:
+    """One with ``groups`` heads of keys and values, and input and output embeddings that are one."""
+    return _causal(
+        kind,
+        positions,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        vocab_size=vocab,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+        **settings,
+    )
+
+
+def _opt(
+    hidden: int, ffn: int, layers: int, heads: int, embedded: int, positions: int = 2048, **settings: Any
+) -> Callable[[Sizes], Made]:
+    return _causal(
+        "OPT",
+        positions,
+        hidden_size=hidden,
+        ffn_dim=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        word_embed_proj_dim=embedded,
+        max_position_embeddings=positions,
+        **settings,
+    )
+
+
 def _bert(hidden: int, layers: int, heads: int, ffn: int, vocab: int = 30522, positions: int = 512) -> Any:
     def make(s: Sizes) -> Made:
         config = _config(
@@ -153,22 +188,19 @@ _ROPE_OF_LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_LLAMA = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_parameters": _ROPE_OF_LLAMA_3}
+_ROPE_OF_QWEN = {"rope_type": "default", "rope_theta": 1000000.0}
+_LLAMA = {"rms_norm_eps": 1e-5, "rope_parameters": _ROPE_OF_LLAMA_3}
 _GEMMA = {"attn_implementation": "eager"}  # the one that caps the scores
-_OPT_350M = {"word_embed_proj_dim": 512, "do_layer_norm_before": False}
 
-
-def _small(layers: str, heads: str, ffn: str, hidden: str = "hidden_size") -> dict[str, int]:
-    return {hidden: 60, layers: 2, heads: 6, ffn: 97, "vocab_size": 103}
-
-
-_TINY_LM = {
-    **_small("num_hidden_layers", "num_attention_heads", "intermediate_size"),
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 40,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+# Sizes for tests: nothing is a multiple of a vector.
+_ODD_DECODER = (60, 97, 2, 6, 2, 103, 40)
+_ODD_MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ODD_TOWER = {
+    "hidden_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 97,
+    "vocab_size": 103,
 }
 
 
@@ -240,9 +272,17 @@ def _unet(side: int, text: int, **settings: Any) -> Callable[[Sizes], Made]:
 # ---- sound ----------------------------------------------------------------------------------------------------------
 
 
-def _whisper(**settings: Any) -> Callable[[Sizes], Made]:
+def _whisper(
+    hidden: int, ffn: int, layers: int, heads: int, vocab: int, mel_bins: int, **settings: Any
+) -> Callable[[Sizes], Made]:
     def make(s: Sizes) -> Made:
-        config = _config("WhisperConfig", s, use_cache=False, **settings)
+        halves = {
+            f"{half}_{key}": value
+            for half in ("encoder", "decoder")
+            for key, value in (("layers", layers), ("attention_heads", heads), ("ffn_dim", ffn))
+        }
+        sizes = {"d_model": hidden, "vocab_size": vocab, "num_mel_bins": mel_bins, **halves}
+        config = _config("WhisperConfig", s, use_cache=False, **sizes, **settings)
         if s.seq > config.max_target_positions:
             raise GraphError(
                 f"{s.seq} tokens of text are beyond the model's {config.max_target_positions}: choose fewer"
@@ -256,43 +296,20 @@ def _whisper(**settings: Any) -> Callable[[Sizes], Made]:
 
 # ---- the list -------------------------------------------------------------------------------------------------------
 
-_LM_HEAD = {"head": ("lm_head",), "adapted": ("q_proj", "v_proj")}
+_QV = ("q_proj", "v_proj")
+_LM_HEAD = {"head": ("lm_head",), "adapted": _QV}
 _TEXT, _PICTURES, _ODD, _ODD_TEXT = Sizes(8, 128, 2), Sizes(8, 0, 1000), Sizes(3, 13, 3), Sizes(3, 13)
 
 ZOO: dict[str, Entry] = {
     "llama-3.2-1b": Entry(
         "Llama 3.2, 16 layers of 2048, grouped heads, 1.24 B parameters",
-        _causal(
-            "Llama",
-            131072,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_hidden_layers=16,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=64,
-            vocab_size=128256,
-            max_position_embeddings=131072,
-            **_LLAMA,
-        ),
+        _decoder("Llama", 2048, 8192, 16, 32, 8, 128256, 131072, head_dim=64, **_LLAMA),
         Sizes(1, 512),
         **_LM_HEAD,
     ),
     "qwen2.5-1.5b": Entry(
         "Qwen 2.5, 28 layers of 1536, grouped heads, 1.54 B parameters",
-        _causal(
-            "Qwen2",
-            32768,
-            hidden_size=1536,
-            intermediate_size=8960,
-            num_hidden_layers=28,
-            num_attention_heads=12,
-            num_key_value_heads=2,
-            vocab_size=151936,
-            max_position_embeddings=32768,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        ),
+        _decoder("Qwen2", 1536, 8960, 28, 12, 2, 151936, 32768, rope_parameters=_ROPE_OF_QWEN),
         Sizes(1, 512),
         **_LM_HEAD,
     ),
@@ -307,7 +324,7 @@ ZOO: dict[str, Entry] = {
         "ViT, 24 layers of 1024, images 224², 304 M parameters",
         _vit(1024, 24, 16, 4096, 224, 16, 3),
         _PICTURES,
-        adapted=("q_proj", "v_proj"),
+        adapted=_QV,
     ),
     "sd-1.5-unet": Entry(
         "Stable Diffusion 1.5's UNet, latents 64², 860 M parameters",
@@ -318,51 +335,23 @@ ZOO: dict[str, Entry] = {
     ),
     "whisper-large-v3": Entry(
         "Whisper large v3, 32 + 32 layers of 1280, 30 s of sound, 1.54 B parameters",
-        _whisper(
-            vocab_size=51866,
-            num_mel_bins=128,
-            d_model=1280,
-            encoder_layers=32,
-            decoder_layers=32,
-            encoder_attention_heads=20,
-            decoder_attention_heads=20,
-            encoder_ffn_dim=5120,
-            decoder_ffn_dim=5120,
-        ),
+        _whisper(1280, 5120, 32, 20, 51866, 128),
         Sizes(1, 64),
         ("proj_out",),
-        ("q_proj", "v_proj"),
+        _QV,
     ),
     "gpt2": Entry(
         "GPT-2, 12 layers of 768, 124 M parameters", _causal("GPT2", 1024), Sizes(4, 256), ("lm_head",), ("c_attn",)
     ),
     "opt-350m": Entry(
         "OPT, 24 layers of 1024, 331 M parameters",
-        _causal(
-            "OPT",
-            2048,
-            hidden_size=1024,
-            ffn_dim=4096,
-            num_hidden_layers=24,
-            num_attention_heads=16,
-            max_position_embeddings=2048,
-            **_OPT_350M,
-        ),
+        _opt(1024, 4096, 24, 16, 512, do_layer_norm_before=False),
         Sizes(4, 128),
         **_LM_HEAD,
     ),
     "opt-1.3b": Entry(
         "OPT, 24 layers of 2048, 1.32 B parameters",
-        _causal(
-            "OPT",
-            2048,
-            hidden_size=2048,
-            ffn_dim=8192,
-            num_hidden_layers=24,
-            num_attention_heads=32,
-            word_embed_proj_dim=2048,
-            max_position_embeddings=2048,
-        ),
+        _opt(2048, 8192, 24, 32, 2048),
         Sizes(2, 128),
         **_LM_HEAD,
     ),
@@ -379,13 +368,13 @@ ZOO: dict[str, Entry] = {
         "ViT, 12 layers of 192, images 224², 5.5 M parameters",
         _vit(192, 12, 3, 768, 224, 16, 3),
         _PICTURES,
-        adapted=("q_proj", "v_proj"),
+        adapted=_QV,
     ),
     "swin-tiny": Entry(
         "Swin, 2+2+6+2 layers of 96 to 768, windows of 7², 28 M parameters",
         _image("Swin", image_size=224),
         _PICTURES,
-        adapted=("q_proj", "v_proj"),
+        adapted=_QV,
     ),
     "clip": Entry(
         "CLIP ViT-B/32, 12 + 12 layers, contrastive loss, 151 M parameters",
@@ -393,29 +382,32 @@ ZOO: dict[str, Entry] = {
         _clip({"eos_token_id": 49407}, {}),
         Sizes(16, 77),
         ("visual_projection", "text_projection", "logit_scale"),
-        ("q_proj", "v_proj"),
+        _QV,
     ),
     "vit-digits": Entry(
         "ViT, 4 layers of 64, digits of 8², the demo",
         _vit(64, 4, 4, 128, 8, 2, 1),
         Sizes(64, 0, 10),
-        adapted=("q_proj", "v_proj"),
+        adapted=_QV,
     ),
     "llama-odd": Entry(
-        "Llama, 2 layers of 60, for tests", _causal("Llama", 40, **_TINY_LM, **_LLAMA), _ODD_TEXT, **_LM_HEAD
+        "Llama, 2 layers of 60, for tests",
+        _decoder("Llama", *_ODD_DECODER, **_ODD_MARKS, **_LLAMA),
+        _ODD_TEXT,
+        **_LM_HEAD,
     ),
     "qwen-odd": Entry(
         "Qwen 2, 2 layers of 60, for tests",
-        _causal("Qwen2", 40, **_TINY_LM, tie_word_embeddings=True),
+        _decoder("Qwen2", *_ODD_DECODER, **_ODD_MARKS),
         _ODD_TEXT,
         **_LM_HEAD,
     ),
     "gemma-odd": Entry(
         "Gemma 2, 2 layers of 60, windows of 5, for tests",
-        _causal(
+        _decoder(
             "Gemma2",
-            40,
-            **_TINY_LM,
+            *_ODD_DECODER,
+            **_ODD_MARKS,
             **_GEMMA,
             head_dim=10,
             sliding_window=5,
@@ -435,14 +427,7 @@ ZOO: dict[str, Entry] = {
     ),
     "opt-odd": Entry(
         "OPT, 2 layers of 60, for tests",
-        _causal(
-            "OPT",
-            40,
-            **_small("num_hidden_layers", "num_attention_heads", "ffn_dim"),
-            max_position_embeddings=40,
-            word_embed_proj_dim=28,
-            do_layer_norm_before=False,
-        ),
+        _opt(60, 97, 2, 6, 28, 40, vocab_size=103, do_layer_norm_before=False),
         _ODD_TEXT,
         **_LM_HEAD,
     ),
@@ -458,32 +443,24 @@ ZOO: dict[str, Entry] = {
         "ViT, 2 layers of 60, odd sizes for tests",
         _vit(60, 2, 4, 96, 8, 2, 1),
         Sizes(3, 0, 10),
-        adapted=("q_proj", "v_proj"),
+        adapted=_QV,
     ),
     "swin-odd": Entry(
         "Swin, 2+2 layers of 12, windows of 3², for tests",
         _image("Swin", image_size=24, patch_size=2, embed_dim=12, depths=[2, 2], num_heads=[2, 3], window_size=3),
         Sizes(3, 0, 5),
-        adapted=("q_proj", "v_proj"),
+        adapted=_QV,
     ),
     "clip-odd": Entry(
         "CLIP, 2 + 2 layers, for tests",
         _clip(
-            {
-                **_small("num_hidden_layers", "num_attention_heads", "intermediate_size"),
-                "max_position_embeddings": 17,
-                "eos_token_id": 102,
-            },
-            {
-                **_small("num_hidden_layers", "num_attention_heads", "intermediate_size"),
-                "image_size": 15,
-                "patch_size": 5,
-            },
+            {**_ODD_TOWER, "max_position_embeddings": 17, "eos_token_id": 102},
+            {**_ODD_TOWER, "image_size": 15, "patch_size": 5},
             projection_dim=22,
         ),
         _ODD_TEXT,
         ("visual_projection", "text_projection", "logit_scale"),
-        ("q_proj", "v_proj"),
+        _QV,
     ),
     "unet-odd": Entry(
         "A UNet of two resolutions with cross-attention, for tests",
@@ -504,24 +481,14 @@ ZOO: dict[str, Entry] = {
     "whisper-odd": Entry(
         "Whisper, 2 + 2 layers of 60, for tests",
         _whisper(
-            vocab_size=103,
-            num_mel_bins=9,
-            d_model=60,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=6,
-            decoder_attention_heads=6,
-            encoder_ffn_dim=97,
-            decoder_ffn_dim=97,
+            *(60, 97, 2, 6, 103, 9),
             max_source_positions=21,
             max_target_positions=16,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
             decoder_start_token_id=1,
+            **_ODD_MARKS,
         ),
         _ODD_TEXT,
         ("proj_out",),
-        ("q_proj", "v_proj"),
+        _QV,
     ),
 }
