@@ -41,7 +41,7 @@ TOLERANCE = 1e-4
 CHECKED = 3
 WARM = 3
 """Steps after those checked, before anything is timed: allocators and recorded graphs have settled."""
-PEERS = ("eager", "compile", "cudagraphs", "tinygrad")
+PEERS = ("eager", "compile", "cudagraphs", "tinygrad", "tinygrad-plain")
 START_S, COMPILE_S, STEP_S = 900.0, 2400.0, 900.0
 
 
@@ -135,9 +135,9 @@ class Contest:
         log = self.folder / f"{name}.log"
         if name == "ours":
             return Child("benchmarks.contenders.ours", self.spec, log)
-        if name == "tinygrad":
+        if name.startswith("tinygrad"):
             python = self.args.tinygrad_python or sys.executable
-            spec = {**self.spec, "driver": self.args.driver}
+            spec = {**self.spec, "driver": self.args.driver, "hints": name == "tinygrad"}
             return Child("benchmarks.contenders.tinygrad_peer", spec, log, python, {"DEV": "CL"})
         return Child("benchmarks.contenders.torch_peer", {**self.spec, "mode": name}, log)
 
@@ -213,17 +213,17 @@ def table(found: dict[str, Any]) -> str:
     load = " → ".join(f"{x:.1f}" for x in found["load_average"])
     lines = [f"{found['work']}  {found['text']}, {found['size']}; load average {load}"]
     lines.append(
-        f"  {'':11}{'ms':>10}{'quartiles':>19}{'ours/it':>9}{'paired':>13}{'peak MB':>9}{'launches':>9}{'host ms':>9}"
+        f"  {'':15}{'ms':>10}{'quartiles':>19}{'ours/it':>9}{'paired':>13}{'peak MB':>9}{'launches':>9}{'host ms':>9}"
         f"{'kernels ms':>11}{'loss error':>11}"
     )
     for name, row in found["contenders"].items():
         if "error" in row:
-            lines.append(f"  {name:11} {row['error'][:150]}")
+            lines.append(f"  {name:15} {row['error'][:150]}")
             continue
         low, high = row["quartiles_s"]
         paired = row.get("paired_quartiles")
         lines.append(
-            f"  {name:11}{row['median_s'] * 1e3:10.2f}"
+            f"  {name:15}{row['median_s'] * 1e3:10.2f}"
             f"{f'{low * 1e3:.2f}–{high * 1e3:.2f}':>19}"
             + _number(row.get("ours_over_it"), 9, ".3f")
             + (f"{f'{paired[0]:.2f}–{paired[1]:.2f}':>13}" if paired else f"{'':13}")
@@ -272,6 +272,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plans", type=Path, metavar="DIR")
     parser.add_argument("--tinygrad-python", help="interpreter of an environment that has tinygrad")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--note", default="", help="for the record: what else the machine did, say")
     parser.add_argument("--smoke", action="store_true", help="tiny and untimed")
     args = parser.parse_args()
     if args.smoke:
@@ -321,7 +322,7 @@ def main() -> int:
         if not args.smoke:
             print(table(found[-1]), flush=True)
         if args.json:
-            record = {"benchmark": "step", "device": info.model_hash_fields, "cpus": os.cpu_count()}
+            record = {"benchmark": "step", "device": info.model_hash_fields, "cpus": os.cpu_count(), "note": args.note}
             write_atomic(args.json, json.dumps({**record, "versions": versions(), "works": found}, indent=1) + "\n")
     right = [w for w in found if "error" not in w and w["contenders"]["ours"].get("correct")]
     print(f"{len(right)} of {len(found)} works: losses equal to PyTorch's")

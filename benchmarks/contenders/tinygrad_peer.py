@@ -3,7 +3,7 @@
 Needs only numpy, tinygrad and ``benchmarks/works.py``, so that it may run in an environment of its own. tinygrad takes
 the first platform that the system's OpenCL loader lists (``OCL_ICD_VENDORS`` says which): where that is another driver
 than ours, it is refused. ``contiguous`` hints make every linear layer, norm, softmax and activation a kernel's end,
-forward and backward; without them tinygrad fuses reductions into each other and takes about twice as long.
+forward and backward; without them (``tinygrad-plain``) tinygrad fuses reductions into each other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,11 @@ from tinygrad import Device, Tensor, TinyJit, nn
 EPS = 1e-12
 
 
-def ends(x: Tensor) -> Tensor:
-    """A kernel ends here, in both passes."""
-    return x.contiguous().contiguous_backward()
-
-
 class Classifier:
     """Encoder layers over parameters named as transformers names them; keeps what it was asked for."""
 
-    def __init__(self, weights: Mapping[str, np.ndarray], work: Work) -> None:
-        self.heads = work.heads
+    def __init__(self, weights: Mapping[str, np.ndarray], work: Work, hints: bool) -> None:
+        self.heads, self.hints = work.heads, hints
         self.weights = {name: Tensor(value).realize() for name, value in weights.items()}
         self.used: dict[str, Tensor] = {}
 
@@ -43,24 +38,29 @@ class Classifier:
         self.used[name] = self.weights[name]
         return self.used[name]
 
+    def ends(self, x: Tensor) -> Tensor:
+        """A kernel ends here, in both passes."""
+        return x.contiguous().contiguous_backward() if self.hints else x
+
     def linear(self, x: Tensor, name: str) -> Tensor:
         """x·Wᵀ + b."""
-        return ends(x.linear(self.get(f"{name}.weight").transpose(), self.get(f"{name}.bias")))
+        return self.ends(x.linear(self.get(f"{name}.weight").transpose(), self.get(f"{name}.bias")))
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         """Layer norm."""
-        return ends(x.layernorm(eps=EPS) * self.get(f"{name}.weight") + self.get(f"{name}.bias"))
+        return self.ends(x.layernorm(eps=EPS) * self.get(f"{name}.weight") + self.get(f"{name}.bias"))
 
     def attention(self, x: Tensor, q: str, k: str, v: str) -> Tensor:
         """Of all tokens to all."""
         batch, tokens, width = x.shape
         size = width // self.heads
         qs, ks, vs = (
-            ends(self.linear(x, name).reshape(batch, tokens, self.heads, size).transpose(1, 2)) for name in (q, k, v)
+            self.ends(self.linear(x, name).reshape(batch, tokens, self.heads, size).transpose(1, 2))
+            for name in (q, k, v)
         )
-        scores = ends(qs @ ks.transpose(-1, -2)) * (1 / size**0.5)
-        mixed = ends(ends(scores.softmax()) @ vs)
-        return ends(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        scores = self.ends(qs @ ks.transpose(-1, -2)) * (1 / size**0.5)
+        mixed = self.ends(self.ends(scores.softmax()) @ vs)
+        return self.ends(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
     def layers(self, prefix: str) -> int:
         """How many blocks there are."""
@@ -74,7 +74,7 @@ class Bert(Classifier):
         """Rows of a table."""
         table = nn.Embedding(*self.weights[name].shape)
         table.weight = self.get(name)
-        return ends(table(ids))
+        return self.ends(table(ids))
 
     def __call__(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
         """Logits."""
@@ -87,9 +87,9 @@ class Bert(Classifier):
             at = f"bert.encoder.layer.{i}."
             mixed = self.attention(x, *(f"{at}attention.self.{n}" for n in ("query", "key", "value")))
             x = self.norm(self.linear(mixed, f"{at}attention.output.dense") + x, f"{at}attention.output.LayerNorm")
-            inner = ends(self.linear(x, f"{at}intermediate.dense").gelu("none"))
+            inner = self.ends(self.linear(x, f"{at}intermediate.dense").gelu("none"))
             x = self.norm(self.linear(inner, f"{at}output.dense") + x, f"{at}output.LayerNorm")
-        return self.linear(self.linear(ends(x[:, 0]), "bert.pooler.dense").tanh(), "classifier")
+        return self.linear(self.linear(self.ends(x[:, 0]), "bert.pooler.dense").tanh(), "classifier")
 
 
 class Vit(Classifier):
@@ -103,18 +103,18 @@ class Vit(Classifier):
         batch, _, height, _ = pixel_values.shape
         n = height // side
         patches = pixel_values.reshape(batch, channels, n, side, n, side).permute(0, 2, 4, 1, 3, 5)
-        patches = ends(patches.reshape(batch, n * n, channels * side * side))
+        patches = self.ends(patches.reshape(batch, n * n, channels * side * side))
         bias = self.get(f"{p}patch_embeddings.projection.bias")
-        x = ends(patches.linear(kernel.reshape(width, -1).transpose(), bias))
+        x = self.ends(patches.linear(kernel.reshape(width, -1).transpose(), bias))
         token = self.get(f"{p}cls_token").expand(batch, 1, width)
-        x = ends(token.cat(x, dim=1) + self.get(f"{p}position_embeddings"))
+        x = self.ends(token.cat(x, dim=1) + self.get(f"{p}position_embeddings"))
         for i in range(self.layers("vit.layers.")):
             at = f"vit.layers.{i}."
             mixed = self.attention(self.norm(x, f"{at}layernorm_before"), *(f"{at}attention.{c}_proj" for c in "qkv"))
-            x = ends(self.linear(mixed, f"{at}attention.o_proj") + x)
-            inner = ends(self.linear(self.norm(x, f"{at}layernorm_after"), f"{at}mlp.fc1").gelu("none"))
-            x = ends(self.linear(inner, f"{at}mlp.fc2") + x)
-        return self.linear(ends(self.norm(x, "vit.layernorm")[:, 0]), "classifier")
+            x = self.ends(self.linear(mixed, f"{at}attention.o_proj") + x)
+            inner = self.ends(self.linear(self.norm(x, f"{at}layernorm_after"), f"{at}mlp.fc1").gelu("none"))
+            x = self.ends(self.linear(inner, f"{at}mlp.fc2") + x)
+        return self.linear(self.ends(self.norm(x, "vit.layernorm")[:, 0]), "classifier")
 
 
 class TinygradPeer:
@@ -137,7 +137,7 @@ class TinygradPeer:
             names, made = ("pixel_values",), Vit
         else:
             raise SystemExit(f"no tinygrad model of {work.text}: only BERT and ViT classifiers are written for it")
-        model = made(weights, work)
+        model = made(weights, work, spec["hints"])
         self._given = cycle([{k: batch[k] for k in (*names, "labels")} for batch in batches(work)])
 
         @TinyJit
