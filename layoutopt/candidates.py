@@ -23,6 +23,7 @@ from layoutopt.layout import Layout
 from layoutopt.view import View
 
 __all__ = [
+    "CONVOLUTIONS",
     "Rules",
     "candidates",
     "filter_proposals",
@@ -36,7 +37,8 @@ __all__ = [
 _POINT_BY_POINT = frozenset(
     ("pointwise", "softmax", "softmax_grad", "log_softmax", "log_softmax_grad", "layer_norm", "layer_norm_grad")
 )
-_CONVOLUTIONS = frozenset(("conv", "conv_grad_input", "conv_grad_weight"))
+CONVOLUTIONS = frozenset(("conv", "conv_grad_input", "conv_grad_weight"))
+"""Kinds that sum over channels and taps, or over pixels."""
 _PASSED_ON = 0.5
 """What a proposal is worth after one operation has passed it on, as a share of its worth before."""
 _ROUNDS = 2
@@ -158,12 +160,12 @@ def _proposing(op: Op) -> Iterable[int]:
         return (0, 1, 2, len(op.inputs))
     if op.kind == "attention_grad":
         return (0, 1, 2, 3, 6, *range(len(op.inputs), len(op.operands)))
-    return leading(op) if op.kind == "contraction" or op.kind in _CONVOLUTIONS else ()
+    return leading(op) if op.kind == "contraction" or op.kind in CONVOLUTIONS else ()
 
 
 def _proposes(op: Op, position: int) -> Propose:
     """What proposes layouts for an operand: the op's kind, and whether it is a convolution's weights."""
-    if op.kind not in _CONVOLUTIONS:
+    if op.kind not in CONVOLUTIONS:
         return proposals
     return filter_proposals if position == (2 if op.kind == "conv_grad_weight" else 1) else image_proposals
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt import strategies
 from layoutopt.assembly import assemble, item_cost
-from layoutopt.candidates import candidates, rules_for
+from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
 from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
@@ -31,7 +31,7 @@ __all__ = ["STRATEGIES", "assign", "plan", "plan_all", "tabulate", "validate"]
 STRATEGIES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
 """What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
 
-_REDUCTIONS = frozenset(("contraction", "attention", "attention_grad"))
+_REDUCTIONS = frozenset(("contraction", "attention", "attention_grad", *CONVOLUTIONS))
 
 
 def tabulate(
@@ -220,7 +220,7 @@ def _starts(tables: Tables) -> Iterable[Assignment]:
 
 
 def _reductions_fed(tables: Tables) -> list[int]:
-    """Per storage, how many contractions and attentions read it, for activations; 0 for everything else."""
+    """Per storage, how many contractions, convolutions and attentions read it, for activations; else 0."""
     graph = tables.graph
     out = [0] * len(tables.names)
     for op in graph.ops:

@@ -3,7 +3,7 @@ and every kind of wrong plan refused."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from costmodel.cost import Cost
 from kernels.spec import DeviceLimits, Kernel, op_spec
 from kernels.variants import kernels_for
 from layoutopt import plan as plans
+from layoutopt import strategies
 from layoutopt.candidates import Rules, candidates
 from layoutopt.errors import DeviceError, GraphError, InfeasibleError, LayoutOptError
 from layoutopt.graph import Expr, Op, Operand, Tensor, TrainingGraph
@@ -22,6 +23,7 @@ from layoutopt.passes import run_passes
 from layoutopt.plan import LayoutDoc, Plan
 from layoutopt.planner import STRATEGIES, plan, plan_all, tabulate, validate
 from layoutopt.pricing import Tables, build_problem, price_ns
+from layoutopt.problem import Assignment, Problem
 from layoutopt.rewrite_neighbours import alike_runs
 from layoutopt.view import View
 from tests import graphs
@@ -97,6 +99,35 @@ def test_a_plan_survives_its_file(graph: TrainingGraph, by_strategy: dict[str, P
         validate(read, graph, COSTS)
         validate(read, graph)
         validate(read, graph, None, COSTS.limits)
+
+
+def test_convolutions_guide_the_activation_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations count by the convolutions that read them; inputs, weights and gradients do not guide."""
+    x, w, attrs = (1, 8, 4, 4), (8, 8, 3, 3), {"padding": (1, 1)}
+    roles = {"x": "input", "v": "parameter", "w": "parameter", "dv": "gradient", "dw": "gradient"}
+    shapes = dict.fromkeys(("v", "w", "dv", "dw"), w)
+    chain = TrainingGraph(
+        "convolutions",
+        {n: Tensor(n, shapes.get(n, x), role=roles.get(n, "activation")) for n in ("x", "y", "z", *shapes)},  # type: ignore[arg-type]
+        [
+            Op("y", "conv", (Operand("x"), Operand("v")), (Operand("y"),), attrs),
+            Op("z", "conv", (Operand("y"), Operand("w")), (Operand("z"),), attrs),
+            Op("dw", "conv_grad_weight", (Operand("z"), Operand("y")), (Operand("dw"),), attrs),
+            Op("dv", "conv_grad_weight", (Operand("y"), Operand("x")), (Operand("dv"),), attrs),
+        ],
+        ("z",),
+    )
+    priced = tabulate(chain, COSTS, candidates(chain, RULES))
+    guides = []
+    choose = strategies.activation
+
+    def spy(problem: Problem, guide: Sequence[int]) -> Assignment:
+        guides.append(dict(zip(priced.names, guide, strict=True)))
+        return choose(problem, guide)
+
+    monkeypatch.setattr(strategies, "activation", spy)
+    plan(chain, COSTS, "activation", tables=priced)
+    assert guides == [{"x": 0, "y": 3, "z": 1, "v": 0, "w": 0, "dv": 0, "dw": 0}]
 
 
 def test_attention_is_planned() -> None:
