@@ -252,13 +252,16 @@ def _counted(executor: Executor, step: BoundStep) -> list[tuple[float, float]]:
 
 def _moved_bytes(kernel: Kernel, launch: Launch) -> float:
     """Lines that a launch touches, each once; what it updates in place is read and written."""
+    from costmodel.features import FEATURES
     from costmodel.launches import Machine, launch_counts
     from kernels.spec import DeviceLimits
 
     bottomless = replace(Machine.of(DeviceLimits(), ()), sizes_bytes=(1 << 60,) * 3)  # misses no line twice
-    counts = launch_counts(kernel, launch, bottomless)
-    written = counts.missed_bytes[-1] - counts.unique_bytes  # the traffic that misses counts a stored line twice
-    return counts.unique_bytes + (written if kernel.spec.inplace else 0.0)
+    per_unit, share = launch_counts(kernel, launch, bottomless)
+    counts = dict(zip(FEATURES, per_unit, strict=True))
+    touched = counts["unique_bytes"] * share
+    written = counts["memory_bytes"] * share - touched  # the traffic that misses counts a stored line twice
+    return touched + (written if kernel.spec.inplace else 0.0)
 
 
 def _alive(executor: Executor) -> tuple[int, ...]:
