@@ -17,6 +17,7 @@ from costmodel.device import CacheLevel
 from costmodel.spread import Coord, bundles, index_digits, lane_stride, spread
 from kernels.nest import Loop, Nest
 from kernels.spec import DeviceLimits, Kernel, Launch
+from layoutopt.graph import DTYPES
 from layoutopt.layout import Layout
 
 __all__ = ["PARTS", "Machine", "launch_counts"]
@@ -73,16 +74,16 @@ def launch_counts(kernel: Kernel, launch: Launch, machine: Machine) -> Counts:
     if known is None:
         known = nest.memo[machine] = _Counted(nest, machine)
     spec = kernel.spec
-    items = [1 if kernel.operand_dtype(operand) == "bool" else 4 for operand, _ in known.operands]
-    if len(launch.views) < len(known.operands):
-        layouts = [kernel.launch_layout(launch, operand) for operand, _ in known.operands]
-        parts = [way.part(item, x) for (_, way), item, x in zip(known.operands, items, layouts, strict=True)]
+    if not kernel.scratch and not launch.views:
+        layouts, dtypes = kernel.views or kernel.layouts, spec.dtypes
+        parts = [way.part(DTYPES[dtypes[operand]], layouts[operand]) for operand, way in known.operands]
         return known.together(parts, spec.inputs, spec.inplace)
-    # A launch that brings all its layouts is often part of many kernels.
-    key = launch.views, tuple(items), spec.inputs, spec.inplace
+    # Launches of several, or over workspaces, are often parts of many kernels.
+    seen = tuple(kernel.launch_layout(launch, operand) for operand, _ in known.operands)
+    items = tuple(DTYPES[kernel.operand_dtype(operand)] for operand, _ in known.operands)
+    key = seen, items, spec.inputs, spec.inplace
     if key not in known.whole:
-        views = dict(launch.views)
-        parts = [way.part(item, views[p]) for (p, way), item in zip(known.operands, items, strict=True)]
+        parts = [way.part(item, x) for (_, way), item, x in zip(known.operands, items, seen, strict=True)]
         known.whole[key] = known.together(parts, spec.inputs, spec.inplace)
     return known.whole[key]
 
