@@ -1,7 +1,7 @@
 """Every model of the zoo, planned at full size: prices, proofs, and the data movement that a plan avoids.
 
     python benchmarks/zoo_plans.py [MODEL...] [--device-model NAME_OR_FILE]... [--time-limit S]
-                                   [--captures FILE] [-o FILE] [--smoke]
+                                   [--captures FILE] [--plans FILE] [-o FILE] [--smoke]
 
 A row is a graph that ships with the package on a device model, planned in a process of its own: nothing is priced yet,
 and the peak of memory is its own. ``plan s`` is what a caller waits for: prices of every rewritten graph that planning
@@ -10,12 +10,14 @@ considers, solves, arena and validation. What is avoided is said in two ways:
 - *strided views*: operands of the planned graph that are permuted, sliced or split so that their elements, in the order
   in which the op sees them, are not one dense run of a row-major tensor. Each (tensor, view) counts once. A framework
   without index transformation copies it or reads it with strides; here it is part of the index expression whatever the
-  layout. Broadcasts and plain reshapes cost nothing anywhere and do not count.
+  layout. Broadcasts and plain reshapes cost nothing anywhere and do not count; *beyond gemm* leaves out what any matrix
+  product takes as it is (transposed matrices).
 - *relayouts avoided*: conversions that the strategy ``ideal`` makes (every op in its own best layouts, a conversion
   wherever two disagree) less those in the solver's plan, from the same tables. MiB are read and written together.
 
 ``--captures`` takes a record of ``capture_zoo.py``, for ops and views as captured, and the time, memory and file of a
-capture. The plans of models that do not fit a device's memory are made and counted all the same, and marked.
+capture; ``--plans`` takes plans from an earlier record of this script and makes none. The plans of models that do not
+fit a device's memory are made and counted all the same, and marked.
 """
 
 from __future__ import annotations
@@ -38,26 +40,43 @@ from layoutopt.files import write_atomic
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.pass_views import seen
+from layoutopt.view import View
 
 DEVICES = ("generic-cpu", "adreno-740")
 PAPER = ("llama-3.2-1b", "qwen2.5-1.5b", "gemma-2-2b", "bert-large", "vit-large", "sd-1.5-unet", "whisper-large-v3")
 MIB = 1 << 20
 
 
-def strided_views(graph: TrainingGraph) -> tuple[int, int]:
-    """How many (tensor, view) pairs are no dense run of a row-major tensor, and the bytes of copying them once each."""
-    pairs = {(o.tensor, o.view) for op in graph.ops for o in op.operands if o.view}
-    moved = 0
-    count = 0
-    for name, view in pairs:
+def strided_views(graph: TrainingGraph) -> dict[str, int]:
+    """Counts of (tensor, view) pairs that are no dense run of a row-major tensor, and the bytes of copying each once.
+
+    ``beyond_gemm`` leaves out what a library's (batched) matrix product takes by a leading dimension or a transposition
+    flag: operands of contractions whose three axes have one stride each, one of the last two being 1.
+    """
+    taken: dict[tuple[str, View], bool] = {}
+    for op in graph.ops:
+        for operand in op.operands:
+            pair = operand.tensor, operand.view
+            taken[pair] = taken.get(pair, True) and op.kind == "contraction"
+    out = dict.fromkeys(("strided_views", "strided_view_bytes", "beyond_gemm", "beyond_gemm_bytes"), 0)
+    for (name, view), by_contractions in taken.items():
         tensor = graph.tensors[name]
         layout = seen(view, tensor.shape)
         if layout is None or _is_dense(layout):
             continue
-        count += 1
         elems = prod(n for axis, n in enumerate(layout.shape) if not _is_broadcast(layout, axis))
-        moved += 2 * elems * tensor.item_bytes
-    return count, moved
+        moved = 2 * elems * tensor.item_bytes
+        out["strided_views"] += 1
+        out["strided_view_bytes"] += moved
+        if not (by_contractions and _is_matrix(layout)):
+            out["beyond_gemm"] += 1
+            out["beyond_gemm_bytes"] += moved
+    return out
+
+
+def _is_matrix(layout: Layout) -> bool:
+    strides = [[m.stride for m in layout.axis_modes(axis)] for axis in range(layout.rank)]
+    return all(len(own) <= 1 for own in strides) and any(own in ([], [1]) for own in strides[-2:])
 
 
 def _is_broadcast(layout: Layout, axis: int) -> bool:
@@ -114,7 +133,6 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
         fits = False  # too large for the device's memory, found out before its kernels are looked at
     lap("place")
     ideal = assemble(tables, costs, assign(tables, "ideal"), "ideal")
-    strided, strided_bytes = strided_views(tables.graph)
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "model": graph.name,
@@ -128,8 +146,7 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
         "kernels_priced": pricer.kernels,
         "storages": len(tables.problem.storages),
         "choices": best.solver.choices,
-        "strided_views": strided,
-        "strided_view_bytes": strided_bytes,
+        **strided_views(tables.graph),
         "ideal_relayouts": len(ideal.relayouts),
         "ideal_relayout_bytes": sum(r.bytes_moved for r in ideal.relayouts),
         "ideal_ns": ideal.solver.objective_ns,
@@ -144,6 +161,7 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
         **{f"{what}_s": round(value, 3) for what, value in seconds.items()},
         "plan_s": round(sum(seconds.values()), 3),
         "peak_bytes": size,
+        "load": os.getloadavg()[0],
     }
 
 
@@ -171,21 +189,21 @@ def markdown(rows: list[list[str]]) -> str:
 
 def capture_table(captures: list[dict[str, Any]], plans: list[dict[str, Any]]) -> str:
     """What capturing gives, model by model."""
-    views = {row["model"]: (row["strided_views"], row["strided_view_bytes"]) for row in plans}
+    keys = ("strided_views", "strided_view_bytes", "beyond_gemm", "beyond_gemm_bytes")
+    views = {row["model"]: [row[key] // (MIB if key.endswith("bytes") else 1) for key in keys] for row in plans}
     rows = [
         [
             *("model", "M parameters", "ops captured", "after passes", "views folded", "kept", "strided views"),
-            *("MiB if copied", "capture s", "peak GiB", "file KiB"),
+            *("MiB if copied", "beyond gemm", "MiB", "capture s", "peak GiB", "file KiB"),
         ]
     ]
     for r in captures:
-        strided, moved = views.get(r["model"], (None, 0))
         rows.append(
             [
                 r["model"],
                 f"{r['parameters'] / 1e6:,.1f}",
                 *(f"{r[key]:,}" for key in ("captured_ops", "ops", "views_folded", "views_kept")),
-                *(["-", "-"] if strided is None else [f"{strided:,}", f"{moved / MIB:,.0f}"]),
+                *([f"{n:,}" for n in views[r["model"]]] if r["model"] in views else "----"),
                 *(f"{r['capture_s']:.1f}", f"{r['peak_bytes'] / 2**30:.2f}", f"{r['file_bytes'] / 1024:.0f}"),
             ]
         )
@@ -223,6 +241,7 @@ def main() -> int:
     parser.add_argument("--device-model", action="append", help=f"by default {' and '.join(DEVICES)}")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a solve")
     parser.add_argument("--captures", type=Path, help="a record of capture_zoo.py")
+    parser.add_argument("--plans", type=Path, help="an earlier record of this script: its plans, with other captures")
     parser.add_argument("-o", "--output", type=Path, help="write a record")
     parser.add_argument("--one", action="store_true", help="plan in this process and print one record")
     parser.add_argument("--smoke", action="store_true", help="the smallest model, in this process, no record")
@@ -235,22 +254,25 @@ def main() -> int:
         if args.smoke:
             print(plan_table([plan_one("vit-digits", "generic-cpu", args.time_limit)]))
             return 0
+        earlier = json.loads(args.plans.read_text(encoding="utf-8")) if args.plans else {"plans": {}, "captures": []}
         captures = json.loads(args.captures.read_text(encoding="utf-8"))["models"] if args.captures else []
-        plans: dict[str, list[dict[str, Any]]] = {}
-        for device in devices:
+        captures = captures or earlier["captures"]
+        plans: dict[str, list[dict[str, Any]]] = earlier["plans"]
+        for device in [] if args.plans else devices:
             plans[device] = []
             for name in args.models or _in_order():
                 plans[device].append(plan_apart(name, device, args.time_limit))
                 row = plans[device][-1]
                 print(f"{device}: {name} {row['status']} in {row['plan_s']:.1f} s", file=sys.stderr, flush=True)
         if captures:
-            print(capture_table(captures, plans[devices[0]]), end="\n\n")
+            print(capture_table(captures, next(iter(plans.values()), [])), end="\n\n")
         for device, rows in plans.items():
             print(f"{device}\n\n{plan_table(rows)}\n")
         if args.output:
             machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
             versions = {p: version(p) for p in ("numpy", "numba", "ortools")} | {"python": platform.python_version()}
             record = {"benchmark": "zoo_plans", "machine": machine, "versions": versions, "plans": plans}
+            record |= {key: value for key, value in earlier.items() if key != "captures"}
             write_atomic(args.output, json.dumps({**record, "captures": captures}, indent=1) + "\n")
     except (LayoutOptError, OSError, json.JSONDecodeError) as error:
         print(f"zoo_plans: {error}", file=sys.stderr)

@@ -160,6 +160,21 @@ def test_streaming_misses_each_line_once():
     assert c["flop_slots"] == 1024 * 4096 / 16
 
 
+@pytest.mark.parametrize("order", ["alone first", "in place first"])
+def test_counts_do_not_depend_on_what_the_nest_was_counted_for_before(order):
+    """A nest keeps what it was asked: other layouts, dtypes and operands that share a storage are other questions."""
+    rows, columns = Layout.row_major((256, 4096)), Layout.row_major((256, 4096), (1, 0))
+    alone = kernel(copy_nest(256, 4096), rows, columns).spec
+    specs = [alone, replace(alone, inplace=((0, 0),)), replace(alone, dtypes=("bool", "bool"))]
+    pairs = [(rows, columns), (rows, rows), (columns, rows)]
+    questions = [(spec, layouts) for spec in specs for layouts in pairs]
+    nest = copy_nest(256, 4096)
+    for spec, layouts in questions if order == "alone first" else reversed(questions):
+        fresh = counts(kernel(copy_nest(256, 4096), *layouts, spec=spec))
+        assert counts(kernel(nest, *layouts, spec=spec)) == fresh
+    assert len({tuple(counts(kernel(nest, *x, spec=spec)).values()) for spec, x in questions}) == len(questions)
+
+
 def test_a_column_walk_fetches_a_line_per_value_where_the_column_overflows_the_cache():
     column = Nest((Loop("g", 1, "group"),), (Phase((Loop("j", 64), Loop("i", 2048)), (at(0, var("i"), var("j")),)),))
     c = counts(kernel(column, Layout.row_major((2048, 64)), Layout.row_major((1, 1))))

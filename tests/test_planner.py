@@ -22,7 +22,7 @@ from layoutopt.layout import Layout
 from layoutopt.passes import run_passes
 from layoutopt.plan import LayoutDoc, Plan
 from layoutopt.planner import STRATEGIES, plan, plan_all, tabulate, validate
-from layoutopt.pricing import Tables, build_problem, price_ns
+from layoutopt.pricing import Pricer, Tables, build_problem, price_ns
 from layoutopt.problem import Assignment, Problem
 from layoutopt.rewrite_neighbours import alike_runs
 from layoutopt.view import View
@@ -41,6 +41,16 @@ def graph() -> TrainingGraph:
 @pytest.fixture(scope="module")
 def tables(graph: TrainingGraph) -> Tables:
     return tabulate(graph, COSTS, candidates(graph, RULES))
+
+
+def test_prices_do_not_depend_on_what_was_priced_before(graph: TrainingGraph, tables: Tables) -> None:
+    pricer, priced = Pricer(COSTS), []
+    other = run_passes(graphs.linear_step(4, 8, 48, 32))[0]
+    for one in (other, graph, other):
+        shared = tabulate(one, COSTS, candidates(one, RULES), pricer=pricer)
+        assert (shared.problem == tables.problem) == (one is graph)
+        priced.append(pricer.kernels)
+    assert priced[2] == priced[1] < priced[0] + tables.kernels, "what both graphs contain is priced once"
 
 
 @pytest.fixture(scope="module")
