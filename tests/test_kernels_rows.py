@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.families.rows import OPS
+from kernels.reference import evaluate
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, Kernel, OpSpec
 from kernels.testing import PreparedKernel, _compare, check_kernels, limits_of
@@ -113,12 +114,48 @@ def test_nan_and_infinity_stay_in_their_row(device_index: int) -> None:
     x[1, 5], x[2] = np.nan, -np.inf
     spec = make_spec("softmax", [x], [(4, 37)])
     device = devices()[device_index].handle
-    for kernel in kernels_of(spec, laid_out(spec, "row-major"), CPU):
-        prepared = PreparedKernel(device, kernel, [x])
+    for limits in (CPU, GPU_LIMITS):
+        for kernel in kernels_of(spec, laid_out(spec, "row-major"), limits):
+            prepared = PreparedKernel(device, kernel, [x])
+            prepared.run()
+            (y,) = prepared.outputs()
+            assert np.isnan(y[1:3]).all()
+            assert np.allclose(y[[0, 3]].sum(1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("k", [8, 33, 384, 1026, 2049, 4100])
+def test_rows_in_registers_of_a_gpu(device_index: int, kind: str, k: int) -> None:
+    """From rows that a few items keep to rows of 256 items and eight vectors each, with and without remainders."""
+    spec, inputs = case(kind, 11, k)
+    exact = [x.astype(np.float64) for x in inputs]
+    expected = evaluate(kind, dict(spec.attrs), exact, spec.shapes[spec.inputs :])
+    kernels = kernels_of(spec, laid_out(spec, "row-major"), GPU_LIMITS)
+    check_kernels(devices()[device_index].handle, kernels, inputs, expected, 2e-5, sizes(kind, inputs))
+
+
+@pytest.mark.parametrize("k", [9001, 12290])
+def test_rows_too_long_for_registers(device_index: int, k: int) -> None:
+    """Peak and sum in one pass: peaks that rise and fall along the row, masked stretches, infinities, NaN."""
+    rng = np.random.default_rng(k)
+    x = rng.standard_normal((7, k)).astype(np.float32)
+    x[0] += np.linspace(-90, 90, k, dtype=np.float32)
+    x[1] += np.linspace(90, -90, k, dtype=np.float32)
+    x[2, : k - 3] = -np.inf
+    x[3, 5:] = np.finfo(np.float32).min
+    x[4, k // 2] = np.nan
+    x[5] = -np.inf
+    spec = make_spec("log_softmax", [x], [(7, k)])
+    good = [0, 1, 2, 3, 6]
+    with np.errstate(invalid="ignore"):
+        shifted = x.astype(np.float64) - x.max(1, keepdims=True)
+        expected = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    for kernel in kernels_of(spec, laid_out(spec, "row-major"), GPU_LIMITS):
+        prepared = PreparedKernel(devices()[device_index].handle, kernel, [x])
         prepared.run()
         (y,) = prepared.outputs()
-        assert np.isnan(y[1:3]).all()
-        assert np.allclose(y[[0, 3]].sum(1), 1, atol=1e-5)
+        np.testing.assert_allclose(y[good], expected[good], rtol=2e-5, atol=2e-5, err_msg=kernel.variant.label)
+        assert np.isnan(y[[4, 5]]).all()
 
 
 # ---- losses ---------------------------------------------------------------------------------------------------------
@@ -188,17 +225,17 @@ def test_a_nan_shows_in_the_parts_of_its_row(device_index: int) -> None:
 
 @pytest.mark.parametrize("limits", [CPU, GPU_LIMITS], ids=["cpu", "gpu"])
 def test_nests_of_split_rows(limits: DeviceLimits) -> None:
-    """Every logit is read once a pass and once as a target; every gradient is written once, its targets twice."""
+    """Every logit is read once and once more as a target; every gradient is written once, its targets twice."""
     n, c = 2, 1100
     target = np.array([5, 1099], np.int32)
-    for (spec, _), times in zip(loss_cases(n, c, target)[:2], (1 if limits.kind == "cpu" else 2, 1), strict=True):
+    for spec, _ in loss_cases(n, c, target)[:2]:
         layouts = laid_out(spec, "row-major")
         kernels = [k for k in kernels_of(spec, layouts, limits) if "split" in k.variant.label]
         assert kernels
         position = 1 if spec.kind.endswith("grad") else 0
         data = {position + 1: target}
         once = layouts[position].offsets()
-        wanted = sorted([*(once.ravel().tolist() * times), *once[np.arange(n), target].tolist()])
+        wanted = sorted([*once.ravel().tolist(), *once[np.arange(n), target].tolist()])
         for kernel in kernels:
             assert sorted(_touched(kernel, position, False, data)) == wanted, kernel.variant.label
             if position:
@@ -234,8 +271,8 @@ def test_mean_over_many_rows_keeps_its_precision(device_index: int) -> None:
 @pytest.mark.parametrize("names", [("row-major",), ("row panels",), ("transposed",)], ids=lambda x: x[0])
 @pytest.mark.parametrize("kind", OPS)
 def test_nests_write_every_element(kind: str, names: tuple[str, ...], limits: DeviceLimits) -> None:
-    """CPU kernels keep short rows: everything once. Others read an input once a pass that needs it, and softmax writes
-    its exponentials as well as its output."""
+    """CPU items and GPU groups keep short rows: everything once. Others read an input once a pass that needs it, and
+    softmax writes its exponentials as well as its output."""
     spec, _ = case(kind, 19, 37)
     layouts = laid_out(spec, *names)
     reads = {"softmax": [2], "softmax_grad": [2, 2], "log_softmax": [3], "log_softmax_grad": [2, 1]}
@@ -248,8 +285,23 @@ def test_nests_write_every_element(kind: str, names: tuple[str, ...], limits: De
             got = [x for launch in kernel.launches for x in touched(kernel, launch.nest, position, write, {})]
             unkept = 2 if kind == "softmax" else 1
             unkept = unkept if write else reads[kind][position]
-            times = 1 if limits.kind == "cpu" else unkept
-            assert sorted(got) == sorted(layout.offsets().ravel().tolist() * times), kernel.variant.label
+            keeps = limits.kind == "cpu" or kernel.variant.name == "group"
+            wanted = layout.offsets().ravel().tolist() * (1 if keeps else unkept)
+            assert sorted(got) == sorted(wanted), kernel.variant.label
+
+
+@pytest.mark.parametrize(("kind", "reads", "writes"), [("softmax", 2, 2), ("log_softmax", 2, 1), ("layer_norm", 3, 1)])
+def test_nests_of_rows_too_long_to_keep(kind: str, reads: int, writes: int) -> None:
+    """The logarithm's sum takes one pass, whose peak it finds on the way."""
+    spec, _ = case(kind, 2, 8200)
+    layouts = laid_out(spec, "row-major")
+    found = [k for k in kernels_of(spec, layouts, GPU_LIMITS) if k.variant.name == "group"]
+    vectors = [k for k in found if k.variant.param("v") == 4]
+    assert vectors
+    for kernel in vectors:
+        for position, times in ((0, reads), (spec.inputs, writes)):
+            got = touched(kernel, kernel.launches[0].nest, position, position > 0, {})
+            assert sorted(got) == sorted(layouts[0].offsets().ravel().tolist() * times), kernel.variant.label
 
 
 def test_rounding_is_judged_by_what_cancels() -> None:

@@ -3,10 +3,10 @@
 // An operation is written once as steps over an abstract vector; ORIENT says what that vector is:
 //   ITEM   one work item a row (ROWS rows one after the other), W neighbours along K, remainder by scalars;
 //   COLS   one work item for W neighbouring rows, one K at a time: nothing to reduce across lanes;
-//   GROUP  L work items a row, each a vector of W along K, reduced through local memory.
-// With KEEP a work item keeps its rows in private memory between passes, so that each element is read and written once
-// whatever the layout: KEPT(x) declares the store, A(put)(x, v) fills it, and A(get)(x, from memory) reads it back, or
-// evaluates its second argument where nothing is kept.
+//   GROUP  L work items a row, each NV vectors of W along K, reduced through local memory; ROWS rows a group.
+// With KEEP a work item keeps its rows in private memory (GROUP: in registers) between passes, so that each element is
+// read and written once whatever the layout: KEPT(x) declares the store, A(put)(x, v) fills it, and A(get)(x, from
+// memory) reads it back, or evaluates its second argument where nothing is kept.
 //
 // A step is a macro STEP(T, LD, LDK, ST, A): T the vector type, LD(X) loads X[i, j], LDK(G) loads G[j], ST(Y, v) stores
 // Y[i, j], A(sum) names this vector's part of accumulator `sum` and A(exp) its function. LDM and STM move values of the
@@ -55,14 +55,22 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 #if ORIENT == COLS
 #define SLOT j
 #define KEPT(x) VEC x##_kept[K];
-#else
+#elif ORIENT == ITEM
 #define SLOT j / W
 #define KEPT(x) VEC x##_kept[(K + W - 1) / W];
+#else
+#define SLOT nth
+#define KEPT(x) VEC x##_kept[NV]; float x##_left;
 #endif
 #define put_v(x, v) x##_kept[SLOT] = (v);
 #define get_v(x, other) x##_kept[SLOT]
+#if ORIENT == GROUP
+#define put_s(x, v) x##_left = (v);
+#define get_s(x, other) x##_left
+#else
 #define put_s(x, v) ((float *)x##_kept)[j] = (v);
 #define get_s(x, other) ((float *)x##_kept)[j]
+#endif
 #else
 #define KEPT(x)
 #define put_v(x, v)
@@ -114,34 +122,68 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 
 #else
 #define STM(A, v) if (lane == 0 && live) A##_AT(i) = (v)
+#define LEFT(STEP) if (W > 1) { const int j = K / W * W + lane; if (j < end) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) } }
+#if KEEP
+// Written out, so that what is kept lies in registers whether or not a compiler unrolls.
+#define NTH(n, STEP) \
+    { const int nth = n, j = (nth * L + lane) * W; if (j + W <= end) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) } }
+#define NTH_1(STEP) NTH(0, STEP)
+#define NTH_2(STEP) NTH_1(STEP) NTH(1, STEP)
+#define NTH_3(STEP) NTH_2(STEP) NTH(2, STEP)
+#define NTH_4(STEP) NTH_3(STEP) NTH(3, STEP)
+#define NTH_5(STEP) NTH_4(STEP) NTH(4, STEP)
+#define NTH_6(STEP) NTH_5(STEP) NTH(5, STEP)
+#define NTH_7(STEP) NTH_6(STEP) NTH(6, STEP)
+#define NTH_8(STEP) NTH_7(STEP) NTH(7, STEP)
+#define OVER_K(STEP) CAT(NTH_, NV)(STEP) LEFT(STEP)
+#else
 #define OVER_K(STEP) \
     for (int j = lane * W; j + W <= end; j += L * W) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) } \
-    if (W > 1) { const int j = K / W * W + lane; if (j < end) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) } }
-#define SUM_OF(a) const float a = across(part, lane, HADD(a##_v) + a##_s, 0);
-#define MAX_OF(a) const float a = across(part, lane, LARGER(HMAX(a##_v), a##_s), 1);
-// OpenCL C declares local memory at a kernel's outermost scope: no braces here.
+    LEFT(STEP)
+#endif
+#define TURN part + turn * (ROWS * PLACES)
+#define SUM_OF(a) const float a = across(TURN, lane, HADD(a##_v) + a##_s, 0); turn ^= 1;
+#define MAX_OF(a) const float a = across(TURN, lane, LARGER(HMAX(a##_v), a##_s), 1); turn ^= 1;
+// OpenCL C declares local memory at a kernel's outermost scope: no braces here. Two places by turns: who is ahead in one
+// reduction must not overwrite what another still reads of the one before.
 #define ROWS_BEGIN \
-    __local float parts[ROWS * L]; \
-    const int lane = get_local_id(0) % L; \
-    __local float *part = parts + get_local_id(0) / L * L; \
-    const int slot = (int)get_group_id(0) * ROWS + (int)get_local_id(0) / L; \
-    const int live = slot < M, i = live ? slot : M - 1, end = live ? K : 0;
+    __local float4 places[2][ROWS][PLACES / 4]; \
+    const int lane = get_local_id(0) % L, slot = (int)get_group_id(0) * ROWS + (int)get_local_id(0) / L; \
+    __local float *const part = (__local float *)places[0][get_local_id(0) / L]; \
+    const int live = slot < M, i = live ? slot : M - 1, end = live ? K : 0; \
+    int turn = 0;
 #define ROWS_END
 #define AFTER_STORES barrier(CLK_GLOBAL_MEM_FENCE);
 #define STM_AT_TARGET(v) if (lane == 0 && live) DX_AT(i, target) = (v)
+
+// The sum or maximum over a row's items, the same for each of them. All read all, which takes fewer barriers than a
+// tree; where they are many, eight at a time are put together first.
+#if L <= 64
+#define PLACES L
+#else
+#define PLACES (L + L / 8)
+#endif
+static float joined(__local const float *x, int count, int maximum)
+{
+    float4 all = *(__local const float4 *)x;
+    for (int n = 4; n < count; n += 4) {
+        const float4 more = *(__local const float4 *)(x + n);
+        all = maximum ? LARGER(all, more) : all + more;
+    }
+    return maximum ? lanemax4(all) : lanesum4(all);
+}
 
 static float across(__local float *part, int lane, float x, int maximum)
 {
     part[lane] = x;
     barrier(CLK_LOCAL_MEM_FENCE);
-    for (int half_ = L / 2; half_ > 0; half_ /= 2) {
-        if (lane < half_)
-            part[lane] = maximum ? LARGER(part[lane], part[lane + half_]) : part[lane] + part[lane + half_];
-        barrier(CLK_LOCAL_MEM_FENCE);
-    }
-    x = part[0];
+#if L <= 64
+    return joined(part, L, maximum);
+#else
+    if (lane < L / 8) part[L + lane] = joined(part + lane * 8, 8, maximum);
     barrier(CLK_LOCAL_MEM_FENCE);
-    return x;
+    return joined(part + L, L / 8, maximum);
+#endif
 }
 #endif
 #endif
@@ -163,6 +205,37 @@ static float across(__local float *part, int lane, float x, int maximum)
     ACCUMULATOR(sum, 0.0f) \
     OVER_K(STEP) \
     SUM_OF(sum)
+// Where exponentials are counted from: of infinity less infinity there is none.
+#define ORIGIN(T, peak) LARGER(peak, (T)(-FLT_MAX))
+#if ORIENT == GROUP && !KEEP
+// The same where nothing but the sum is wanted, reading each element once: every lane of every item has a peak and a sum
+// of its own. AT_ONCE loads do not wait for each other, nor for the exponential that a new peak costs.
+#define AT_ONCE 4
+#define LOG_SUM(origin_of) \
+    VEC top = (VEC)(-INFINITY), mass = (VEC)(0.0f); \
+    float top_s = -INFINITY, mass_s = 0.0f; \
+    int j = lane * W; \
+    for (; j + (AT_ONCE - 1) * L * W + W <= end; j += AT_ONCE * L * W) { \
+        VEC x[AT_ONCE]; \
+        VEC now = top; \
+        for (int n = 0; n < AT_ONCE; ++n) x[n] = LOADV(X)(i, j + n * L * W); \
+        for (int n = 0; n < AT_ONCE; ++n) now = LARGER(now, x[n]); \
+        const VEC from = ORIGIN(VEC, now); \
+        mass *= exp_v(top - from); \
+        for (int n = 0; n < AT_ONCE; ++n) mass += exp_v(x[n] - from); \
+        top = now; \
+    } \
+    for (; j + W <= end; j += L * W) { \
+        const VEC x = LOADV(X)(i, j), now = LARGER(top, x), from = ORIGIN(VEC, now); \
+        mass = mass * exp_v(top - from) + exp_v(x - from); \
+        top = now; \
+    } \
+    if (W > 1 && K / W * W + lane < end) { top_s = X_AT(i, K / W * W + lane); mass_s = exp_s(top_s - ORIGIN(float, top_s)); } \
+    const float peak = across(part, lane, LARGER(HMAX(top), top_s), 1), from = origin_of(float, peak); \
+    const float mine = HADD(mass * exp_v(top - from)) + mass_s * exp_s(top_s - from); \
+    const float sum = across(part + ROWS * PLACES, lane, mine, 0);
+#define ITSELF(T, peak) (peak)
+#endif
 
 #ifdef OP_softmax
 #if KEEP
@@ -203,7 +276,11 @@ __kernel ENTRY void softmax_grad(DY_ARG, Y_ARG, DX_ARG)
 __kernel ENTRY void log_softmax(X_ARG, Y_ARG)
 {
     ROWS_BEGIN
+#ifdef LOG_SUM
+        LOG_SUM(ITSELF)
+#else
         EXPONENTIALS(EXP_SUM)
+#endif
         const ROW_T lse = peak + log(sum);
         OVER_K(LOG_Y)
     ROWS_END
@@ -276,7 +353,11 @@ __kernel ENTRY void layer_norm_grad(DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG, G_ARG, DX
 __kernel ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 {
     ROWS_BEGIN
+#ifdef LOG_SUM
+        LOG_SUM(ITSELF)
+#else
         EXPONENTIALS(EXP_SUM)
+#endif
         const float lse = peak + log(sum);
         const int target = TARGET_AT(i);
         STM(LSE, lse);
@@ -292,14 +373,18 @@ __kernel ENTRY void cross_entropy(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG)
 __kernel ENTRY void lse_part(X_ARG, TOP_ARG, MASS_ARG)
 {
     ROWS_BEGIN
+#ifdef LOG_SUM
+        LOG_SUM(ORIGIN)
+#else
         KEPT(x)
         ACCUMULATOR(peak, -INFINITY)
         OVER_K(PEAK)
         MAX_OF(peak)
-        const float origin = peak == -INFINITY ? 0.0f : peak;
+        const float origin = ORIGIN(float, peak);
         ACCUMULATOR(sum, 0.0f)
         OVER_K(PART_SUM)
         SUM_OF(sum)
+#endif
         STM(TOP, peak);
         STM(MASS, sum);
     ROWS_END

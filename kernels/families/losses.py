@@ -25,6 +25,7 @@ _OPS = {
         (("X",), ("X",)),
         (("X",), ()),
         (1, 12),
+        (("X",), ()),
         row_in=("TARGET",),
         row_out=("LSE", "EACH"),
         at_target=("X",),

@@ -21,7 +21,12 @@ _ALIGN = 64
 _ITEMS = 64
 
 _PART = RowOp(
-    ("X", "", "", "", "", "", "TOP", "MASS"), (("X",), ("X",)), (("X",), ()), (1, 12), row_out=("TOP", "MASS")
+    ("X", "", "", "", "", "", "TOP", "MASS"),
+    (("X",), ("X",)),
+    (("X",), ()),
+    (1, 12),
+    (("X",), ()),
+    row_out=("TOP", "MASS"),
 )
 _GRADIENT = RowOp(
     ("DLOSS", "X", "TARGET", "LSE", "WEIGHT", "DX"),

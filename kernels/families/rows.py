@@ -2,7 +2,8 @@
 
 Each is a few passes over a row; ``cl/rows.cl`` writes it once for three orientations: ``item`` (one work item a row,
 vector along the row; any layout, by scalars if need be), ``cols`` (one work item for ``v`` neighbouring rows) and, on
-GPUs, ``group`` (a row over ``items`` work items, reduced through local memory).
+GPUs, ``group`` (a row over ``items`` work items, ``rows`` rows a group, kept in registers and reduced through local
+memory).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from layoutopt.layout import Layout
 
 __all__ = ["ROWS", "RowOp", "Rows", "row_launches", "row_variants"]
 
-_GROUP_ITEMS = 128
+_GROUP_ITEMS, _LONG_ITEMS, _MOST_VECTORS = 128, 256, 8
+"""Items of a group of short rows; of one long row at most; vectors of a row that an item keeps in registers at most."""
 _KEPT_BYTES = 1 << 17
 """Private memory that a fat work item may take for its rows."""
 _ITEM, _COLS, _GROUP = 0, 1, 2
@@ -33,6 +35,7 @@ class RowOp:
         passes: names per pass over the row, a trailing ``=`` for a store.
         kept: the same where the row is kept in private memory: nothing is read twice or written for a later pass.
         flops: arithmetic of one element in each pass.
+        once: the same over a group that keeps nothing, where the body finds peak and sum in one pass.
         row_in: vectors [M] and scalars read once a row, before the passes.
         row_out: vectors [M] written once a row, after them.
         at_target: names accessed at ``[row, TARGET[row]]`` at the end, ``=`` for a store.
@@ -42,6 +45,7 @@ class RowOp:
     passes: tuple[tuple[str, ...], ...]
     kept: tuple[tuple[str, ...], ...]
     flops: tuple[int, ...]
+    once: tuple[tuple[str, ...], ...] = ()
     row_in: tuple[str, ...] = ()
     row_out: tuple[str, ...] = ()
     at_target: tuple[str, ...] = ()
@@ -50,7 +54,9 @@ class RowOp:
 OPS = {
     "softmax": RowOp(("X", "Y"), (("X",), ("X", "Y="), ("Y", "Y=")), (("X",), (), ("Y=",)), (1, 12, 1)),
     "softmax_grad": RowOp(("DY", "Y", "DX"), (("DY", "Y"), ("Y", "DY", "DX=")), (("DY", "Y"), ("DX=",)), (2, 2)),
-    "log_softmax": RowOp(("X", "Y"), (("X",), ("X",), ("X", "Y=")), (("X",), (), ("Y=",)), (1, 12, 1)),
+    "log_softmax": RowOp(
+        ("X", "Y"), (("X",), ("X",), ("X", "Y=")), (("X",), (), ("Y=",)), (1, 12, 1), (("X",), (), ("X", "Y="))
+    ),
     "log_softmax_grad": RowOp(("DY", "Y", "DX"), (("DY",), ("DY", "Y", "DX=")), (("DY",), ("Y", "DX=")), (1, 12)),
     "layer_norm": RowOp(
         ("X", "G", "B", "Y", "MEAN", "RSTD"),
@@ -93,11 +99,14 @@ def row_variants(family: str, rows: int, k: int, limits: DeviceLimits, cols: boo
     """Variants of a row operation over [rows, k]."""
     if limits.kind == "gpu":
         out = []
-        for v in (4, 1):
-            items = 8
-            while items < min(-(-k // v), _GROUP_ITEMS):
-                items *= 2
-            out.append(KernelVariant(family, "group", (("items", items), ("rows", _GROUP_ITEMS // items), ("v", v))))
+        for v in (4, 2, 1) if k % 4 == 2 else (4, 1):
+            for each in (4, 2):
+                items = 8
+                while items < min(-(-k // (v * each)), _LONG_ITEMS, limits.max_work_group_size):
+                    items *= 2
+                at_once = max(_GROUP_ITEMS // items, 1)
+                out.append(KernelVariant(family, "group", (("items", items), ("rows", at_once), ("v", v))))
+        out = list(dict.fromkeys(out))
         return out + ([KernelVariant(family, "cols", (("items", 64), ("v", 1)))] if cols else [])
     widths = [*dict.fromkeys([w for w in (limits.simd_width, 4) if w in (2, 4, 8, 16)] + [1])]
     # A work item takes several short rows, so that starting it costs little beside them.
@@ -266,13 +275,15 @@ class _Builder:
         row = Index(0, (Term("g", rows), Term("r")))
         column = Index(0, (Term("t", width), Term("j", width * lanes)))
         steps = -(-self.k // (width * lanes))
+        keeps = len(self.op.passes) > 1 and steps <= _MOST_VECTORS
+        shown = self.op.kept if keeps else self.op.once or self.op.passes
         passes = (
             Phase((Loop("j", steps),), tuple(self._access(n, row, column, width, 1) for n in names), flops * width)
-            for names, flops in self._passes(False)
+            for names, flops in zip(shown, self.op.flops, strict=True)
         )
         grid = [Loop("g", groups, "group"), Loop("r", rows, "item"), Loop("t", lanes, "item")]
         phases = list(self._row(row, 1, passes))
-        sizes = {"ORIENT": _GROUP, "W": width, "ROWS": rows, "L": lanes, "KEEP": 0}
+        sizes = {"ORIENT": _GROUP, "W": width, "ROWS": rows, "L": lanes, "KEEP": int(keeps), "NV": steps}
         return self._launch(grid, phases, rows * lanes, groups, **sizes)
 
 
