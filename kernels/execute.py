@@ -13,9 +13,9 @@ import numpy as np
 
 from kernels.bind import bind, slot_name
 from kernels.feed import Feed, cast
-from kernels.launches import Launches, Part
+from kernels.launches import Call, Launches, Part
 from kernels.pack import STORAGE_DTYPES, pack, poison_padding, unpack
-from kernels.runtime import Recording, Runtime
+from kernels.runtime import Runtime
 from kernels.spec import DeviceLimits
 from kernels.stage import Input, Inputs, staging_bytes
 from layoutopt.checkpoint import initial_values
@@ -85,6 +85,8 @@ class Executor:
         begin, size = self._staging(staging_bytes(sent, self.limits))
         self._buffers: dict[str, Any] = {}
         self._parts: list[Part] = []
+        self._calls: list[Call] = []
+        self._forward_calls: list[Call] = []
         self._tables: list[Any] = []
         self._arena = runtime.allocate(size)
         if poison:
@@ -112,8 +114,8 @@ class Executor:
         self._inputs.build()
         self._parts += launches.all
         self._tables += launches.tables
-        self._whole = runtime.record(call for part in launches.all for call in part.calls)
-        self._forward = runtime.record(call for part in launches.some for call in part.calls)
+        self._calls += [call for part in launches.all for call in part.calls]
+        self._forward_calls += [call for part in launches.some for call in part.calls]
         for tensor in graph.by_role("constant"):
             if graph.storage_of[tensor.name] in self._layouts:
                 value = np.broadcast_to(np.asarray(graph.constants[tensor.name]), tensor.shape)
@@ -283,7 +285,7 @@ class Executor:
     @property
     def launches(self) -> int:
         """Kernel launches in a step; one of them may be that which spreads its inputs."""
-        return len(self._whole.calls) + self._inputs.launches
+        return len(self._calls) + self._inputs.launches
 
     @property
     def shared(self) -> dict[str, int]:
@@ -300,7 +302,7 @@ class Executor:
         Raises:
             GraphError: an input is missing, unknown, of a wrong shape or dtype, or holds an id out of range.
         """
-        self._run(inputs, None, self._whole)
+        self._run(inputs, None, self._calls)
 
     def forward(self, inputs: Mapping[str, np.ndarray]) -> None:
         """Enqueue only what the outputs need: parameters and state stay as they are.
@@ -311,11 +313,11 @@ class Executor:
         Raises:
             GraphError: as ``step``.
         """
-        self._run(inputs, self._forward_inputs, self._forward)
+        self._run(inputs, self._forward_inputs, self._forward_calls)
 
-    def _run(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None, launches: Recording) -> None:
+    def _run(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None, calls: list[Call]) -> None:
         self._send(inputs, required)
-        self.runtime.replay(launches)
+        self.runtime.enqueue(calls)
         self.runtime.flush()
 
     def _send(self, inputs: Mapping[str, np.ndarray], required: frozenset[str] | None) -> None:
@@ -375,7 +377,8 @@ class Executor:
         self.runtime.finish()
         if "_inputs" in self.__dict__:  # not where building failed before
             self._inputs.close()
-        self._whole = self._forward = Recording((), None)
+        self._forward_calls.clear()
+        self._calls.clear()
         while self._parts:
             self._parts.pop()
         self._tables.clear()

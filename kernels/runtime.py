@@ -12,7 +12,6 @@ import re
 import tempfile
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from platformdirs import user_cache_path
 
 from kernels.devices import DeviceInfo, choose
 from kernels.merge import mergeable, merged, section_suffix
-from kernels.native import launcher, recorded
 from kernels.pocl import name_generic_cpu
 from kernels.spec import DeviceLimits
 from layoutopt.errors import DeviceError
 
-__all__ = ["BUILD_OPTIONS", "DeviceInfo", "Recording", "Runtime", "devices", "no_device_reason", "pick"]
+__all__ = ["BUILD_OPTIONS", "DeviceInfo", "Runtime", "devices", "no_device_reason", "pick"]
 
 BUILD_OPTIONS = "-cl-std=CL1.2 -cl-mad-enable"
 """Multiply-adds may fuse; NaN, infinities and division keep their IEEE meaning (no fast-math)."""
@@ -184,14 +182,6 @@ def _prepare_environment() -> None:
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """Launches with everything about them made once: kernels (kept alive here), and what the loader is called with."""
-
-    calls: tuple[tuple[Any, tuple[int, ...], tuple[int, ...]], ...]
-    native: list[tuple[Any, ...]] | None
-
-
 class Runtime:
     """A device ready to run: one context, one in-order queue, a cache of programs.
 
@@ -220,7 +210,6 @@ class Runtime:
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
         self._programs: dict[str, tuple[Any, str]] = {}
-        self._launch = launcher(cl._cl.__file__)
 
     def _queue(self, profiling: bool) -> Any:
         flag = self._cl.command_queue_properties.PROFILING_ENABLE
@@ -394,34 +383,6 @@ class Runtime:
         except self._cl.Error as error:
             name = kernel.function_name if kernel is not None else "?"
             raise DeviceError(f"device {self.info.label} refuses to launch {name}: {_first_line(error)}") from error
-
-    def record(self, calls: Iterable[tuple[Any, tuple[int, ...], tuple[int, ...]]]) -> Recording:
-        """Launches to be replayed often.
-
-        Args:
-            calls: as ``enqueue`` takes them.
-        """
-        kept = tuple(calls)
-        if self._launch is None:
-            return Recording(kept, None)
-        handles = [(kernel.int_ptr, global_size, local_size) for kernel, global_size, local_size in kept]
-        return Recording(kept, recorded(self.queue.int_ptr, handles))
-
-    def replay(self, recording: Recording) -> None:
-        """Enqueue what was recorded on the main queue, without waiting.
-
-        Raises:
-            DeviceError: the driver refuses a launch.
-        """
-        launch = self._launch
-        if recording.native is None or launch is None:
-            self.enqueue(recording.calls)
-            return
-        for arguments in recording.native:
-            status = launch(*arguments)
-            if status:
-                name = recording.calls[recording.native.index(arguments)][0].function_name
-                raise DeviceError(f"device {self.info.label} refuses to launch {name}: OpenCL status {status}")
 
     def launch_timed(self, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...]) -> Any:
         """Launch on the profiling queue; the event's ``profile.start`` and ``profile.end`` are nanoseconds."""

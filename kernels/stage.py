@@ -20,7 +20,7 @@ import numpy as np
 from kernels.batch import Merged, Program, Row, merge
 from kernels.bind import IDENTITY_EXPR
 from kernels.pack import STORAGE_DTYPES, digits_view, pack, poison_padding
-from kernels.runtime import Recording, Runtime
+from kernels.runtime import Runtime
 from kernels.spec import DeviceLimits
 from layoutopt.layout import Layout
 from layoutopt.plan import ArenaSlot
@@ -108,7 +108,7 @@ class Inputs:
         size = 0 if begin is None else staging_bytes(inputs, limits)
         self._turns = cycle([self._host(size) for _ in range(_STEPS_AHEAD + 1)] if size else [])
         self._alive: list[list[Any]] = []
-        self._spread: Recording | None = None
+        self._spread: list[Any] = []
         self._merged: Merged | None = None
         self._tables: list[Any] = []
         if size:
@@ -135,7 +135,7 @@ class Inputs:
         kernel = self._runtime.kernel(self._merged.source, "batch", self._merged.label)
         self._tables += [self._runtime.constant(x) for x in (self._merged.rows, self._merged.groups)]
         kernel.set_args(self._arena, *self._tables)
-        self._spread = self._runtime.record([(kernel, self._merged.global_size, self._merged.local_size)])
+        self._spread.append((kernel, self._merged.global_size, self._merged.local_size))
 
     @property
     def launches(self) -> int:
@@ -176,9 +176,9 @@ class Inputs:
             else:
                 pack(one.layout, array, one.dtype, host.storages[name])
                 self._poisoned(one, host.storages[name])
-        if host is not None and self._spread is not None:
+        if host is not None:
             events.append(self._runtime.upload(self._arena, host.memory, wait=False, offset_bytes=self._begin))
-            self._runtime.replay(self._spread)
+            self._runtime.enqueue(self._spread)
         self._alive.append(events)
 
     def _poisoned(self, one: Input, storage: np.ndarray) -> None:
@@ -192,6 +192,6 @@ class Inputs:
     def close(self) -> None:
         """Give kernel and tables back."""
         self._alive.clear()
-        self._spread = None
+        self._spread.clear()
         self._tables.clear()
         self._turns = cycle([])

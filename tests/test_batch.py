@@ -182,7 +182,7 @@ def run_rows(
     kernel = runtime.kernel(merged.source, "batch", merged.label)
     tables = runtime.constant(merged.rows), runtime.constant(merged.groups)
     kernel.set_args(buffer, *tables)
-    runtime.replay(runtime.record([(kernel, merged.global_size, merged.local_size)]))
+    runtime.enqueue([(kernel, merged.global_size, merged.local_size)])
     return runtime.download(buffer, np.empty_like(arena))
 
 
