@@ -20,6 +20,7 @@ from layoutopt.plan import Plan
 from layoutopt.rewrite_attention import fuse_attention
 from layoutopt.rewrite_epilogue import with_epilogues
 from layoutopt.rewrite_neighbours import bring_together
+from layoutopt.rewrite_updates import early_updates
 
 __all__ = ["ALWAYS", "OPTIONAL", "REWRITES", "Rewrite", "alternatives", "origin_of", "planned_graph", "rewritten"]
 
@@ -29,10 +30,11 @@ REWRITES: dict[str, Rewrite] = {
     "attention": fuse_attention,
     "epilogue": with_epilogues,
     "neighbours": bring_together,
+    "updates": early_updates,
 }
 """By name, in the order in which they are applied."""
 
-ALWAYS: tuple[str, ...] = ("neighbours",)
+ALWAYS: tuple[str, ...] = ("neighbours", "updates")
 OPTIONAL: tuple[str, ...] = ()
 
 _META = "rewritten"
@@ -61,9 +63,7 @@ def rewritten(graph: TrainingGraph, names: Iterable[str]) -> TrainingGraph:
         return graph
     key = graph.hash, ordered
     if key not in _cache:
-        out = graph
-        for name in ordered:
-            out = REWRITES[name](out)
+        out = REWRITES[ordered[-1]](rewritten(graph, ordered[:-1]))
         _cache[key] = out.with_ops(out.ops, meta={**graph.meta, _META: [graph.hash, list(ordered)]})
         if len(_cache) > _KEPT:
             _cache.popitem(last=False)
@@ -107,10 +107,17 @@ def alternatives(graph: TrainingGraph, names: Sequence[str] | None = None) -> li
         return [graph]
     if names is not None:
         return [rewritten(graph, names)]
-    always = [name for name in ALWAYS if rewritten(graph, [name]).ops != graph.ops]
-    base = rewritten(graph, always)
-    out = [base]
+    chosen: list[list[str]] = [[]]
     for name in OPTIONAL:
         if rewritten(graph, [name]).ops != graph.ops:
-            out += [rewritten(graph, [*origin_of(g)[1], name]) for g in list(out)]
+            chosen += [[*names, name] for names in chosen]
+    return [rewritten(graph, _effective(graph, [*ALWAYS, *names])) for names in chosen]
+
+
+def _effective(graph: TrainingGraph, names: Iterable[str]) -> list[str]:
+    """Of some rewrites, those that change something after those before them."""
+    wanted, out = set(names), list[str]()
+    for name in REWRITES:
+        if name in wanted and rewritten(graph, [*out, name]).ops != rewritten(graph, out).ops:
+            out.append(name)
     return out
