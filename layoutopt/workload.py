@@ -14,8 +14,8 @@ _PER_ELEMENT |= {"softmax_grad": 4, "log_softmax_grad": 4, "layer_norm_grad": 10
 
 
 def op_flops(graph: TrainingGraph, op: Op) -> int:
-    """Floating-point operations: two per multiplication with addition; one per instruction of a pointwise program (or of
-    a contraction's epilogue) and element; a few per element of an op over rows; none for moving data.
+    """Floating-point operations: two per multiplication with addition; one per instruction of a pointwise program (or
+    of an epilogue of a contraction) and element; a few per element of an op over rows; none for moving data.
     """
     shapes = [graph.operand_shape(o) for o in op.operands]
     if op.kind == "contraction":
