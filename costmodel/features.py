@@ -74,6 +74,7 @@ _EXPS = {
     "rsqrt": 0.3,
 }
 """What a function takes, in units of exp: lengths of the usual vector implementations."""
+_ATTENTION = frozenset(("attention", "attention_grad"))
 _EXP_KINDS = frozenset(("softmax", "log_softmax", "log_softmax_grad", "cross_entropy", "cross_entropy_grad"))
 
 
@@ -96,6 +97,8 @@ def _function_width(kernel: Kernel) -> int:
     """Values that functions are evaluated for at a time."""
     if kernel.spec.kind == "contraction":
         return epilogue_width(kernel)
+    if kernel.spec.kind in _ATTENTION:  # packed first, however it is read
+        return dict(kernel.variant.params).get("v", 1)
     return max(a.width for launch in kernel.launches for phase in launch.nest.phases for a in phase.accesses)
 
 
@@ -110,6 +113,11 @@ def _exps(spec: OpSpec) -> float:
     program = spec.attr("epilogue" if spec.kind == "contraction" else "expr")
     if program is not None:
         return elems * sum(_EXPS.get(op, 0.0) for op, *_ in program.code)
+    if spec.kind in _ATTENTION:
+        (b, m, _), (_, n, _) = spec.shapes[:2]
+        programs = [value for key, value in spec.attrs if key in ("score", "drop", "grad")]
+        each = 1.0 + sum(_EXPS.get(op, 0.0) for program in programs for op, *_ in program.code)
+        return b * m * n * each
     if spec.kind in _EXP_KINDS:
         return float(max(prod(shape) for shape in spec.shapes))
     return 0.0

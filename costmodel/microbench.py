@@ -204,6 +204,7 @@ _SAMPLED_KINDS = (
     *("contraction", "pointwise") * 3,
     *("reduce", "softmax", "softmax_grad", "log_softmax", "layer_norm", "layer_norm_grad", "layer_norm_affine"),
     *("gather", "scatter_add", "cross_entropy", "cross_entropy_grad", "concat"),
+    *("attention", "attention_grad"),
 )
 
 
@@ -217,6 +218,9 @@ def designed_specs(rng: random.Random) -> Iterator[OpSpec]:
         if kind == "contraction":
             m, k, n = (m, k, n) if b == 1 else (min(m, 128), min(k, 64), min(n, 128))
             yield OpSpec(kind, ((b, m, k), (b, k, n), (b, m, n)), (f,) * 3, 2, (("alpha", 1.0),))
+            continue
+        if kind in ("attention", "attention_grad"):
+            yield _attention_spec(kind, b, min(m, 256), min(n, 256), rng.choice((16, 20, 32, 64)), rng.random() < 0.5)
             continue
         m *= rng.choice((1, 1, 4))
         if kind == "pointwise":
@@ -246,6 +250,16 @@ def designed_specs(rng: random.Random) -> Iterator[OpSpec]:
             yield OpSpec(kind, shapes, (f, f, "int32", f, f, f), 5, (("ignore_index", -100),))
         else:
             yield OpSpec(kind, ((b, m, k), (b, n, k), (b, m + n, k)), (f,) * 3, 2, (("starts", (0, m)),))
+
+
+def _attention_spec(kind: str, b: int, m: int, n: int, d: int, masked: bool) -> OpSpec:
+    """Attention over heads of ``d`` features, with a mask that is added to the scores or none."""
+    queries, keys, rows = (b, m, d), (b, n, d), (b, m)
+    saved = (queries, rows, rows, queries) if kind == "attention_grad" else ()
+    outputs = (queries, keys, keys) if kind == "attention_grad" else (queries, rows, rows)
+    inputs = (queries, keys, keys, *saved, *([(b, m, n)] if masked else []))
+    attrs = (("alpha", d**-0.5), ("score", _ADD if masked else _COPY))
+    return OpSpec(kind, (*inputs, *outputs), ("float32",) * len(inputs + outputs), len(inputs), attrs)
 
 
 def designed_pairs(

@@ -22,32 +22,29 @@ Define = tuple[str, str | int | float]
 # Row tiles by lanes of a vector: (rows, vectors of keys). They leave a few of 32 or 16 registers to what is multiplied.
 _TILES = {16: ((8, 2), (4, 4)), 8: ((8, 1), (4, 2)), 4: ((4, 2), (4, 1))}
 _ROWS = (128, 64, 32)
-_GRAD_ROWS = 32
-_BLOCK = 64
-"""Keys at once: what is packed of them stays in the nearest cache."""
+_BLOCKS = (64, 32)
+"""Keys at once (and rows at once backward): what is packed of them stays near; smaller ones are masked as a whole."""
 _GROUPS_PER_UNIT = 4
 _SHORT = 2
-"""A vector of more lanes than this many times the keys is too wide."""
+"""A vector of this many times more lanes than there are keys is too wide."""
 
 
 def fat_variants(spec: OpSpec, limits: DeviceLimits) -> list[KernelVariant]:
-    """Tiles of the device's vectors and of four lanes; for the forward op the rows of a work item."""
+    """Tiles of the device's vectors and blocks; forward a work item takes as many rows as leave enough items."""
     form = Form.of(spec)
     v = next((w for w in (16, 8) if w <= limits.simd_width), 4)
     while v > 4 and v >= _SHORT * form.n:
         v //= 2
+    rows = [bm for bm in _ROWS if form.b * -(-form.m // bm) >= _GROUPS_PER_UNIT * limits.compute_units]
     out = []
-    for mr, nv in _TILES[v]:
-        if spec.kind == "attention":
-            rows = [bm for bm in _ROWS if form.b * -(-form.m // bm) >= _GROUPS_PER_UNIT * limits.compute_units]
-            most = rows[0] if rows else _ROWS[-1]
-        else:
-            most = _GRAD_ROWS
-        even = -(-form.m // -(-form.m // most))  # rows of blocks that are alike
-        bn = max(nv * v, _BLOCK // (nv * v) * nv * v)
-        params = {"bm": -(-even // mr) * mr, "bn": bn, "mr": mr, "nv": nv, "v": v}
-        out.append(KernelVariant("attention", "fat", tuple(params.items())))
-    return out
+    for number, (mr, nv) in enumerate(_TILES[v]):
+        for block in _BLOCKS[: 1 if number else 2]:
+            most = block if spec.kind != "attention" else rows[0] if rows else _ROWS[-1]
+            even = -(-form.m // -(-form.m // most))  # rows of blocks that are alike
+            bn = max(nv * v, block // (nv * v) * nv * v)
+            params = {"bm": -(-even // mr) * mr, "bn": bn, "mr": mr, "nv": nv, "v": v}
+            out.append(KernelVariant("attention", "fat", tuple(params.items())))
+    return list(dict.fromkeys(out))
 
 
 def build_fat(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel:
