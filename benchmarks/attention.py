@@ -4,7 +4,7 @@
                                    [--no-torch] [--smoke]
 
 A shape is heads x rows x keys x features; a trailing c adds a causal mask to the scores. Queries, keys and values lie
-as a step has them: tokens by rows, the heads' features side by side. The unfused chain is the best kernel found for each
+as a step has them: tokens by rows, the heads side by side. The unfused chain is the best kernel found for each
 of its ops (contraction, masking, softmax, contraction; backward four contractions and the softmax's gradient), bound to
 one set of buffers and run back to back; the fused op is each of its kernels. All of a shape are timed in turn, round by
 round, from the first start to the last end by events (on a GPU in bursts of 10, the mean); shown are medians, their
