@@ -97,7 +97,7 @@ class _Placed(NamedTuple):
         depth: how many of them are around it.
         loops: (name, extent) of all loops around it.
         each: executions of one of its accesses in the launch.
-        count: how many they are.
+        copies: how many they are.
         coords: see ``costmodel.spread.Bundle``.
         offsets: see there.
         axis: of its vectors.
@@ -110,7 +110,7 @@ class _Placed(NamedTuple):
     depth: int
     loops: tuple[tuple[str, int], ...]
     each: int
-    count: int
+    copies: int
     coords: tuple[Coord, ...]
     offsets: tuple[tuple[int, int, int], ...]
     axis: int
@@ -172,7 +172,7 @@ class _Way:
             vector = (placed.axis, placed.width)
             places = spread(layout, placed.coords, placed.offsets, vector, item, line, placed.loops)
             seen.append(places.lines)
-            runs = placed.each * placed.count
+            runs = placed.each * placed.copies
             moving = [(s, n) for s, (_, n) in zip(places.strides, placed.loops, strict=True) if s and n > 1][-2:]
             strided = min((s for s, _ in moving), default=0) > max(line, places.lines[-1] * line)
             jumping |= strided

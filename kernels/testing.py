@@ -109,7 +109,7 @@ class BoundKernel:
         They are held back by an event until all are enqueued, so that the host's pace does not show.
         """
         gate = cl.UserEvent(self.runtime.context)
-        events = []
+        events: list[cl.Event] = []
         for _ in range(count):
             for launch, call in zip(self.kernel.launches, self.calls, strict=True):
                 events.append(

@@ -189,12 +189,12 @@ _ROPE_OF_LLAMA_3 = {
     "original_max_position_embeddings": 8192,
 }
 _ROPE_OF_QWEN = {"rope_type": "default", "rope_theta": 1000000.0}
-_LLAMA = {"rms_norm_eps": 1e-5, "rope_parameters": _ROPE_OF_LLAMA_3}
-_GEMMA = {"attn_implementation": "eager"}  # the one that caps the scores
+_LLAMA: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_parameters": _ROPE_OF_LLAMA_3}
+_GEMMA: dict[str, Any] = {"attn_implementation": "eager"}  # the one that caps the scores
 
 # Sizes for tests: nothing is a multiple of a vector.
 _ODD_DECODER = (60, 97, 2, 6, 2, 103, 40)
-_ODD_MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ODD_MARKS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _ODD_TOWER = {
     "hidden_size": 60,
     "num_hidden_layers": 2,
@@ -392,7 +392,7 @@ ZOO: dict[str, Entry] = {
     ),
     "llama-odd": Entry(
         "Llama, 2 layers of 60, for tests",
-        _decoder("Llama", *_ODD_DECODER, **_ODD_MARKS, **_LLAMA),
+        _decoder("Llama", *_ODD_DECODER, **(_ODD_MARKS | _LLAMA)),
         _ODD_TEXT,
         **_LM_HEAD,
     ),
@@ -407,8 +407,7 @@ ZOO: dict[str, Entry] = {
         _decoder(
             "Gemma2",
             *_ODD_DECODER,
-            **_ODD_MARKS,
-            **_GEMMA,
+            **(_ODD_MARKS | _GEMMA),
             head_dim=10,
             sliding_window=5,
             query_pre_attn_scalar=10,
