@@ -325,6 +325,8 @@ def _layer_norm_affine(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: 
 
 def _scores(attrs: dict[str, Any], q: np.ndarray, k: np.ndarray, more: Arrays, dtype: Any) -> Arrays:
     """Scores [b,m,n], and what ``score`` makes of them."""
+    if q.ndim != 3 or k.ndim != 3:
+        raise GraphError(f"queries and keys have shapes {q.shape} and {k.shape}, expected [b,m,d] and [b,n,d]")
     _same("b", q.shape[0], k.shape[0])
     _same("d", q.shape[2], k.shape[2])
     scores = np.asarray(attrs.get("alpha", 1.0), dtype) * np.matmul(q, k.transpose(0, 2, 1))
