@@ -14,7 +14,8 @@ built is counted in the table's title.
 
 Times are of one launch by its events, and the mean over 10 launches back to back, enqueued behind a gate, from the
 first start to the last end. cuBLAS is timed by CUDA events around a CUDA graph of 10 calls, a CPU's peers by the host
-around a call. Ratios: back to back on a GPU, single on a CPU. A sample of every result is checked against float64.
+around 10 calls; single calls of theirs hold what the host takes to start them, on a CPU to wake its threads too. So the
+ratios are of the times back to back. A sample of every result is checked against float64.
 ``--smoke`` runs a few tiny cases once and judges nothing but that.
 """
 
@@ -224,18 +225,18 @@ def _best(rows: list[dict[str, Any]], keep: int) -> list[dict[str, Any]]:
     return kept
 
 
-def judged(row: dict[str, Any], gpu: bool) -> float:
+def judged(row: dict[str, Any]) -> float:
     """The seconds that ratios are made of."""
-    return median(row["burst_s" if gpu else "seconds"])
+    return median(row["burst_s"])
 
 
-def table(found: dict[str, Any], gpu: bool) -> Table:
+def table(found: dict[str, Any]) -> Table:
     """Best first; ratio to the fastest peer."""
     flops = found["flops"]
-    base = min(judged(row, gpu) for row in found["peers"])
+    base = min(judged(row) for row in found["peers"])
     title = f"{found['case']} {found['shape']}" + (f", {found['unseen']} kernels not tried" if found["unseen"] else "")
     out = Table("layout", "kernel", "GFLOP/s", "quartiles", f"of {BURST}", "over peer", title=title)
-    for row in sorted(found["rows"] + found["peers"], key=lambda r: judged(r, gpu)):
+    for row in sorted(found["rows"] + found["peers"], key=lambda r: judged(r)):
         seconds = row["seconds"]
         low, _, high = quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else (seconds[0],) * 3
         out.add_row(
@@ -244,21 +245,21 @@ def table(found: dict[str, Any], gpu: bool) -> Table:
             f"{flops / median(seconds) / 1e9:,.1f}",
             f"{flops / high / 1e9:,.1f}–{flops / low / 1e9:,.1f}",
             f"{flops / median(row['burst_s']) / 1e9:,.1f}",
-            f"{base / judged(row, gpu):.2f}",
+            f"{base / judged(row):.2f}",
         )
     return out
 
 
-def summary(found: list[dict[str, Any]], gpu: bool) -> Table:
+def summary(found: list[dict[str, Any]]) -> Table:
     """Per case, the best of each layout over the best peer; for squares also what one layout gives for all three."""
     labels = list(dict.fromkeys(row["layout"] for one in found for row in one["rows"]))
     out = Table("case", "peer GFLOP/s", *labels, title="best kernel of each layout over the fastest peer")
     for one in found:
-        peer = min(one["peers"], key=lambda r: judged(r, gpu))
-        base = judged(peer, gpu)
+        peer = min(one["peers"], key=lambda r: judged(r))
+        base = judged(peer)
         cells = []
         for label in labels:
-            times = [judged(row, gpu) for row in one["rows"] if row["layout"] == label]
+            times = [judged(row) for row in one["rows"] if row["layout"] == label]
             cells.append(f"{base / min(times):.2f}" if times else "-")
         out.add_row(f"{one['case']} {one['shape']}", f"{one['flops'] / base / 1e9:,.0f} {peer['kernel']}", *cells)
     return out
@@ -318,7 +319,6 @@ def main() -> int:
         info = pick(args.device)
         if args.json:
             check_target(args.json)
-        gpu = info.limits.kind == "gpu"
         longest = max(layout.size_elems for c in cases for make in chosen.values() for layout in layouts_of(c, make))
         bench = Bench(info, args.device_model, longest)
         found: list[dict[str, Any]] = []
@@ -328,11 +328,11 @@ def main() -> int:
             left = args.budget - (time.perf_counter() - began) if args.budget else float("inf")
             found.append(measure(bench, case, args, chosen, max(left, 0.0) / (len(cases) - number)))
             if not args.smoke:
-                console.print(table(found[-1], gpu))
+                console.print(table(found[-1]))
             if args.json:
                 write_atomic(args.json, json.dumps(record(info, found), indent=1) + "\n")
         if not args.smoke:
-            console.print(summary(found, gpu))
+            console.print(summary(found))
     except LayoutOptError as error:
         print(f"gemm: {error}", file=sys.stderr)
         return 2

@@ -14,7 +14,9 @@ one round in brackets); peak memory (CPU: growth of resident memory over the imp
 allocator's peak); launches, the time until a step is enqueued, and the sum of the kernels of one step.
 
 ``--graphs DIR`` and ``--plans DIR`` keep NAME.graph and NAME.json and take them from there when they are of the work;
-on a machine that cannot capture, carry them. ``--smoke`` runs one tiny work untimed.
+on a machine that cannot capture, carry them; ``--plan-only`` makes them by a device model alone, without its device.
+``--together`` starts the contenders of all works side by side before the first is measured, where memory and cores
+allow it. ``--smoke`` runs one tiny work untimed.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -68,41 +72,47 @@ class Contest:
             "reuse_plan": args.plans is not None,
             "strategy": args.strategy,
             "time_limit_s": args.time_limit,
+            "plan_only": args.plan_only,
         }
         self.children: dict[str, Child] = {}
         self.rows: dict[str, dict[str, Any]] = {}
+        self.about: dict[str, Any] = {}
 
-    def run(self) -> dict[str, Any]:
-        """Prepare, check, measure; what was found as plain containers."""
-        work, args = self.work, self.args
+    def prepare(self) -> None:
+        """Weights, graph and plan.
+
+        Raises:
+            ContenderError: there is no plan.
+        """
+        work = self.work
         say(f"{work.name}: {work.text}, {work.size}: preparing")
-        began = time.perf_counter()
-        made = run_once("benchmarks.contenders.prepare", [json.dumps(self.spec)], START_S + 10 * args.calibration)
-        plan = made.pop("plan")
-        say(f"  plan {plan['strategy']} {plan['status']}, predicted {plan['predicted_s'] * 1e3:.2f} ms")
-        self.spec["torch_device"] = "cuda" if made["cuda"] and args.gpu else "cpu"
-        names = [p for p in args.peers if p != "cudagraphs" or self.spec["torch_device"] == "cuda"]
+        limit_s = START_S + 10 * self.args.calibration
+        made = run_once("benchmarks.contenders.prepare", [json.dumps(self.spec)], limit_s)
+        plan = made["plan"]
+        say(f"  {work.name}: plan {plan['strategy']} {plan['status']}, predicted {plan['predicted_s'] * 1e3:.2f} ms")
+        on_cuda = bool(made["cuda"]) and self.args.gpu
+        self.spec["torch_device"] = "cuda" if on_cuda else "cpu"
+        self.about = {"work": work.name, "text": work.text, "size": work.size, **made, **self.about}
+        self.about["torch_device"] = self.spec["torch_device"]
+
+    def start(self) -> None:
+        """Every contender, up to its first losses."""
+        on_cuda = self.spec["torch_device"] == "cuda"
+        self._start(["ours", *(p for p in self.args.peers if p != "cudagraphs" or on_cuda)])
+
+    def measure(self) -> dict[str, Any]:
+        """In turn; what was found as plain containers."""
         load = [round(os.getloadavg()[0], 2)]
-        try:
-            self._start(["ours", *names])
-            self._measure()
-        finally:
-            for child in self.children.values():
-                child.close()
-        load.append(round(os.getloadavg()[0], 2))
+        self._measure()
+        self.close()
         self._compare()
-        return {
-            "work": work.name,
-            "text": work.text,
-            "size": work.size,
-            "plan": plan,
-            **made,
-            "torch_device": self.spec["torch_device"],
-            "burst": args.burst,
-            "load_average": load,
-            "seconds": time.perf_counter() - began,
-            "contenders": self.rows,
-        }
+        load.append(round(os.getloadavg()[0], 2))
+        return {**self.about, "burst": self.args.burst, "load_average": load, "contenders": self.rows}
+
+    def close(self) -> None:
+        """End the contenders."""
+        for child in self.children.values():
+            child.close()
 
     def _start(self, names: list[str]) -> None:
         """Start and check; on a GPU all at once, since compiling keeps the host's cores busy and not the device."""
@@ -187,9 +197,9 @@ class Contest:
         ours = self.rows["ours"]
         for name, row in self.rows.items():
             if reference is not None and row.get("losses"):
-                pairs = zip(row["losses"], reference["losses"], strict=True)
-                row["loss_error"] = max(abs(a - b) / abs(b) for a, b in pairs)
-                row["correct"] = row["loss_error"] <= TOLERANCE  # False where a loss is NaN
+                errors = [abs(a - b) / abs(b) for a, b in zip(row["losses"], reference["losses"], strict=True)]
+                row["loss_error"] = max(errors)
+                row["correct"] = all(error <= TOLERANCE for error in errors)  # False where a loss is NaN
             times = row.get("seconds") or []
             if not times:
                 continue
@@ -210,6 +220,8 @@ def _quartiles(values: list[float]) -> list[float]:
 
 def table(found: dict[str, Any]) -> str:
     """A work's contenders as text."""
+    if "error" in found:
+        return f"{found['work']}  {found['error']}"
     load = " → ".join(f"{x:.1f}" for x in found["load_average"])
     lines = [f"{found['work']}  {found['text']}, {found['size']}; load average {load}"]
     lines.append(
@@ -254,6 +266,45 @@ def versions() -> dict[str, str]:
     return found
 
 
+def entered(names: list[str], args: argparse.Namespace, stack: ExitStack) -> list[Contest]:
+    """Contests whose contenders have started; those of several works side by side, but plans are made one by one."""
+    contests = []
+    for name in names:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="step-")))
+        contests.append(Contest(WORKS[name], args, folder))
+        stack.callback(contests[-1].close)
+    planned = args.plans is not None and all(contest.plan.is_file() for contest in contests)
+    with ThreadPoolExecutor(len(contests)) as pool:
+        if planned:
+            list(pool.map(lambda contest: guarded(contest, contest.prepare), contests))
+        else:
+            for contest in contests:
+                guarded(contest, contest.prepare)
+        list(pool.map(lambda contest: guarded(contest, contest.start), contests))
+    return contests
+
+
+def guarded(contest: Contest, action: Callable[[], None]) -> None:
+    """A work that fails is left out, and said to be."""
+    if "error" in contest.about:
+        return
+    try:
+        action()
+    except ContenderError as error:
+        contest.about = {"work": contest.work.name, "error": str(error)}
+
+
+def outcome(contest: Contest) -> dict[str, Any]:
+    """What was measured, or the error."""
+    return contest.about if "error" in contest.about else contest.measure()
+
+
+def record(args: argparse.Namespace, info: Any, found: list[dict[str, Any]]) -> None:
+    """Write the JSON so far."""
+    about = {"benchmark": "step", "device": info.model_hash_fields, "cpus": os.cpu_count(), "note": args.note}
+    write_atomic(args.json, json.dumps({**about, "versions": versions(), "works": found}, indent=1) + "\n")
+
+
 def arguments() -> argparse.Namespace:
     """Of the command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -270,6 +321,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=0.05, help="seconds between turns")
     parser.add_argument("--graphs", type=Path, metavar="DIR")
     parser.add_argument("--plans", type=Path, metavar="DIR")
+    parser.add_argument("--together", action="store_true", help="all works' contenders start side by side")
+    parser.add_argument("--plan-only", action="store_true", help="make graphs and plans by --device-model; no device")
     parser.add_argument("--tinygrad-python", help="interpreter of an environment that has tinygrad")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--note", default="", help="for the record: what else the machine did, say")
@@ -285,9 +338,25 @@ def arguments() -> argparse.Namespace:
                 parser.error(f"unknown {what} {name!r}: choose among {', '.join(known)}")
     if args.rounds < 1 or (args.burst is not None and args.burst < 1):
         parser.error("--rounds and --burst count from 1")
+    if args.plan_only and (args.calibration or not (args.device_model and args.graphs and args.plans)):
+        parser.error("--plan-only needs --device-model, --graphs and --plans, and measures nothing")
     if args.calibration is None:
         args.calibration = 0.0 if args.device_model else 60.0
     return args
+
+
+def plan_only(args: argparse.Namespace) -> int:
+    """Graphs and plans by a device model."""
+    for name in args.works:
+        with tempfile.TemporaryDirectory(prefix="step-") as folder:
+            contest = Contest(WORKS[name], args, Path(folder))
+            args.gpu = False
+            guarded(contest, contest.prepare)
+        if "error" in contest.about:
+            print(f"{name}  {contest.about['error']}")
+            return 1
+        print(f"{name}  {contest.plan}")
+    return 0
 
 
 def main() -> int:
@@ -296,7 +365,7 @@ def main() -> int:
     from kernels.runtime import pick
 
     try:
-        info = pick(args.device)
+        info = None if args.plan_only else pick(args.device)
         if args.json:
             check_target(args.json)
         for folder in (args.graphs, args.plans):
@@ -306,24 +375,20 @@ def main() -> int:
     except LayoutOptError as error:
         print(f"step: {error}", file=sys.stderr)
         return 2
+    if info is None:
+        return plan_only(args)
     args.gpu, args.driver = info.limits.kind == "gpu", info.driver
     args.burst = args.burst or (10 if args.gpu and not args.smoke else 1)
     print(f"device: {info.short}", flush=True)
     found: list[dict[str, Any]] = []
-    for name in args.works:
+    for group in [args.works] if args.together else [[name] for name in args.works]:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="step-")))
-            try:
-                found.append(Contest(WORKS[name], args, folder).run())
-            except ContenderError as error:
-                print(f"{name}  {error}", flush=True)
-                found.append({"work": name, "error": str(error)})
-                continue
-        if not args.smoke:
-            print(table(found[-1]), flush=True)
-        if args.json:
-            record = {"benchmark": "step", "device": info.model_hash_fields, "cpus": os.cpu_count(), "note": args.note}
-            write_atomic(args.json, json.dumps({**record, "versions": versions(), "works": found}, indent=1) + "\n")
+            for contest in entered(group, args, stack):
+                found.append(outcome(contest))
+                if not args.smoke:
+                    print(table(found[-1]), flush=True)
+                if args.json:
+                    record(args, info, found)
     right = [w for w in found if "error" not in w and w["contenders"]["ours"].get("correct")]
     print(f"{len(right)} of {len(found)} works: losses equal to PyTorch's")
     return 0 if len(right) == len(found) else 1

@@ -46,17 +46,16 @@ def weights(work: Work, file: Path) -> None:
 
 def planned(work: Work, graph: TrainingGraph, spec: dict[str, Any], file: Path) -> dict[str, Any]:
     """A plan in ``file``: the one that is there, or one made now from a calibration."""
-    from kernels.runtime import Runtime, pick
     from layoutopt import planner
     from layoutopt.facade import solve_plan
 
-    runtime = Runtime(pick(spec["device"]))
+    runtime, limits = _device(spec)
     calibrated_s = planned_s = 0.0
     plan = None
     if spec["reuse_plan"] and file.is_file():
         plan = plans.load(file)
         try:
-            planner.validate(plan, graph, None, runtime.limits)
+            planner.validate(plan, graph, None, limits)
         except LayoutOptError as error:
             print(f"{file} is out of date ({error}): planned anew", file=sys.stderr)
             plan = None
@@ -81,6 +80,17 @@ def planned(work: Work, graph: TrainingGraph, spec: dict[str, Any], file: Path) 
         "calibrated_s": calibrated_s,
         "planned_s": planned_s,
     }
+
+
+def _device(spec: dict[str, Any]) -> tuple[Any, Any]:
+    """The runtime (none where only a plan is wanted) and the limits that plans keep."""
+    from costmodel import device as devices
+    from kernels.runtime import Runtime, pick
+
+    if spec["plan_only"]:
+        return None, devices.load(spec["device_model"]).limits
+    runtime = Runtime(pick(spec["device"]))
+    return runtime, runtime.limits
 
 
 def _model(graph: TrainingGraph, spec: dict[str, Any], runtime: Any) -> Any:
@@ -111,7 +121,7 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     work = WORKS[spec["work"]]
     graph = captured(work, Path(spec["graph"]))
-    if not Path(spec["weights"]).exists():
+    if not spec["plan_only"]:
         weights(work, Path(spec["weights"]))
     try:
         about = planned(work, graph, spec, Path(spec["plan"]))
