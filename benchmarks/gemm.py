@@ -265,7 +265,7 @@ def summary(found: list[dict[str, Any]]) -> Table:
     return out
 
 
-def record(info: DeviceInfo, found: list[dict[str, Any]]) -> dict[str, Any]:
+def record(info: DeviceInfo, found: list[dict[str, Any]], note: str) -> dict[str, Any]:
     """What was measured, on what."""
     versions = {"python": platform.python_version()}
     for package in ("numpy", "torch", "pyopencl"):
@@ -273,7 +273,7 @@ def record(info: DeviceInfo, found: list[dict[str, Any]]) -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return {"benchmark": "gemm", "device": info.model_hash_fields, "versions": versions, "cases": found}
+    return {"benchmark": "gemm", "device": info.model_hash_fields, "note": note, "versions": versions, "cases": found}
 
 
 def cases_of(args: argparse.Namespace) -> tuple[Case, ...]:
@@ -301,6 +301,7 @@ def main() -> int:
     parser.add_argument("--keep", type=int, default=3, help="kernels of a layout that a budget keeps for the rounds")
     parser.add_argument("--clblast", default="clblast", metavar="LIB", help="name or path of CLBlast's library")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--note", default="", help="for the record: what else the machine did, say")
     parser.add_argument("--smoke", action="store_true", help="tiny and untimed")
     args = parser.parse_args()
     try:
@@ -330,7 +331,7 @@ def main() -> int:
             if not args.smoke:
                 console.print(table(found[-1]))
             if args.json:
-                write_atomic(args.json, json.dumps(record(info, found), indent=1) + "\n")
+                write_atomic(args.json, json.dumps(record(info, found, args.note), indent=1) + "\n")
         if not args.smoke:
             console.print(summary(found))
     except LayoutOptError as error:
