@@ -190,8 +190,9 @@ class Inputs:
         self._alive.clear()
 
     def close(self) -> None:
-        """Give kernel and tables back."""
+        """Give kernel, tables and host memory back, and let go of the arena."""
         self._alive.clear()
         self._spread.clear()
         self._tables.clear()
         self._turns = cycle([])
+        self._buffers, self._arena = {}, None
