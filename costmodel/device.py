@@ -221,7 +221,10 @@ class DeviceModel:
         """SHA-256 of the canonical content: what a plan is bound to. A new calibration has a new hash."""
         typed = msgspec.convert(dataclasses.asdict(self), DeviceModel)  # numbers take their declared types
         # asdict rather than msgspec's encoder, which leaves out defaults that a file did not state.
-        return hashlib.sha256(msgspec.json.encode(dataclasses.asdict(typed), order="sorted")).hexdigest()
+        content = dataclasses.asdict(typed)
+        if not typed.limits.image_max_buffer_texels:  # models made before there was this entry keep their hash
+            del content["limits"]["image_max_buffer_texels"]
+        return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

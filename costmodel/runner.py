@@ -31,7 +31,7 @@ _IDS = {"gather": (0, 0), "nll_loss": (0, 1), "cross_entropy": (0, 1), "cross_en
 class Prepared:
     """A kernel with its arguments set: (driver's kernel, global size, local size) per launch.
 
-    ``buffers`` are held because a driver's kernel does not keep its arguments alive.
+    ``buffers``, with the images over them, are held because a driver's kernel does not keep its arguments alive.
     """
 
     kernel: Kernel
@@ -131,12 +131,14 @@ class Bench:
                 "measuring: it is predicted instead"
             )
         buffers = self._bind(kernel)
-        calls = []
+        calls, held = [], list(buffers)
         for launch in kernel.launches:
             call = self.runtime.kernel(program_source(kernel, launch), launch.entry, kernel.variant.label)
-            call.set_args(*(buffers[p] for _, p in launch.operands))
+            arguments = self.runtime.arguments(kernel, launch, buffers)
+            call.set_args(*arguments)
+            held += arguments
             calls.append((call, launch.global_size, launch.local_size))
-        prepared = Prepared(kernel, tuple(calls), tuple(buffers))
+        prepared = Prepared(kernel, tuple(calls), tuple(held))
         self.run(prepared)
         return prepared
 

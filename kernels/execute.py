@@ -88,6 +88,7 @@ class Executor:
         self._calls: list[Call] = []
         self._forward_calls: list[Call] = []
         self._tables: list[Any] = []
+        self._images: list[Any] = []
         self._arena = runtime.allocate(size)
         if poison:
             runtime.fill(self._arena, 0xFF)
@@ -114,6 +115,7 @@ class Executor:
         self._inputs.build()
         self._parts += launches.all
         self._tables += launches.tables
+        self._images += launches.images
         self._calls += [call for part in launches.all for call in part.calls]
         self._forward_calls += [call for part in launches.some for call in part.calls]
         for tensor in graph.by_role("constant"):
@@ -369,8 +371,9 @@ class Executor:
     def close(self) -> None:
         """Give the device's memory back; the executor is of no further use.
 
-        In an order of our own, the last made first: kernels, the regions that they are bound to, the arena that these
-        lie in. NVIDIA's driver (580) crashes the process when regions go in the order in which they were made.
+        In an order of our own, the last made first: kernels, images over the regions that they are bound to, these
+        regions, the arena that they lie in. NVIDIA's driver (580) crashes the process when regions go in the order in
+        which they were made.
         """
         if self.__dict__.get("_arena") is None:
             return
@@ -382,6 +385,8 @@ class Executor:
         while self._parts:
             self._parts.pop()
         self._tables.clear()
+        while self._images:
+            self._images.pop()
         while self._buffers:
             self._buffers.popitem()
         self._arena = None

@@ -33,8 +33,8 @@ def alike_steps(steps: Sequence[BoundStep], slots: Mapping[str, ArenaSlot]) -> I
 
 def _joins(run: Sequence[BoundStep], step: BoundStep, slots: Mapping[str, ArenaSlot]) -> bool:
     kernel = run[0].kernel
-    if step.kernel.key != kernel.key:
-        return False
+    if step.kernel.key != kernel.key or any(launch.images for launch in kernel.launches):
+        return False  # an image is no place in the arena
     count = len(run) + 1
     if any(_third(launch)[0] * count > _MOST_GROUPS for launch in kernel.launches):
         return False

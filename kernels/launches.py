@@ -75,6 +75,7 @@ class Launches:
     Attributes:
         all: parts in order.
         tables: buffers that kernels read.
+        images: over regions that kernels read as images, and the other arguments of those kernels.
         some: the same of ``subset``; steps that share a stacked launch with one of it are in it.
 
     Raises:
@@ -97,6 +98,7 @@ class Launches:
         self.runtime, self.steps, self.slots, self.arena, self.buffers = runtime, steps, slots, arena, buffers
         self.limits = limits
         self.tables: list[Any] = []
+        self.images: list[Any] = []
         self._beside = beside
         self._operands = [self._regions(step) for step in steps]
         runs = list(alike_steps(steps, slots)) if share else [range(i, i + 1) for i in range(len(steps))]
@@ -148,7 +150,9 @@ class Launches:
                     call.set_args(self.arena, self._table(np.array([s.offset_bytes for s in slots], np.uint64)))
                     calls.append((call, *stacked_size(launch, len(members))))
                 else:
-                    call.set_args(*(self._operands[members[0]][position] for _, position in launch.operands))
+                    arguments = self.runtime.arguments(kernel, launch, self._operands[members[0]])
+                    call.set_args(*arguments)
+                    self.images += arguments if launch.images else ()
                     calls.append((call, launch.global_size, launch.local_size))
             parts[members] = Part(members, tuple(calls), (1 / len(members),) * len(members))
         return parts

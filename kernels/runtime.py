@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from platformdirs import user_cache_path
 from kernels.devices import DeviceInfo, choose
 from kernels.merge import mergeable, merged, section_suffix
 from kernels.pocl import name_generic_cpu
-from kernels.spec import DeviceLimits
+from kernels.spec import DeviceLimits, Kernel, Launch
 from layoutopt.errors import DeviceError
+from layoutopt.layout import LANES
 
 __all__ = ["BUILD_OPTIONS", "DeviceInfo", "Runtime", "devices", "no_device_reason", "pick"]
 
@@ -122,12 +123,12 @@ def _describe(cl: Any, platform: Any, device: Any, index: int) -> DeviceInfo:
             image_support=images,
             image_max_width=device.image2d_max_width if images else 0,
             image_max_height=device.image2d_max_height if images else 0,
+            image_max_buffer_texels=_optional(device, "image_max_buffer_size") if images else 0,
         ),
         denormals=bool(flags & bits.DENORM),
         inf_nan=bool(flags & bits.INF_NAN),
         fma=bool(flags & bits.FMA),
         image_max_array=_optional(device, "image_max_array_size"),
-        image_max_buffer_texels=_optional(device, "image_max_buffer_size"),
         timer_resolution_ns=device.profiling_timer_resolution,
         note=f"PoCL's LLVM does not know this processor; it compiles for {named}" if named else "",
         handle=device,
@@ -366,6 +367,57 @@ class Runtime:
         """Copy a buffer into a contiguous array, after everything enqueued before."""
         self._cl.enqueue_copy(self.queue, storage, buffer, is_blocking=True)
         return storage
+
+    def arguments(self, kernel: Kernel, launch: Launch, buffers: Sequence[Any]) -> list[Any]:
+        """What a launch's kernel is called with; to be kept as long as it is (a driver's kernel does not).
+
+        Args:
+            kernel: for its operands' layouts.
+            launch: one of its launches.
+            buffers: per operand, then per scratch buffer.
+
+        Raises:
+            DeviceError: an operand is read through an image, and the device has none of its size.
+        """
+        out: list[Any] = []
+        for _, position in launch.operands:
+            buffer = buffers[position]
+            if position in launch.images:
+                out += self.image(buffer, kernel.buffer_layout(position).size_elems // LANES)
+            else:
+                out.append(buffer)
+        return out
+
+    def image(self, buffer: Any, texels: int) -> tuple[Any, np.int32]:
+        """An image of float32 texels over the memory of a buffer, and the element at which the buffer begins in it.
+
+        Over a region of a buffer where the driver can do that; PoCL cannot, and gets one over the whole buffer.
+
+        Raises:
+            DeviceError: the device refuses.
+        """
+        try:
+            return self._image(buffer, texels), np.int32(0)
+        except self._cl.Error as error:
+            whole = buffer.get_info(self._cl.mem_info.ASSOCIATED_MEMOBJECT)
+            if whole is None:
+                raise self._no_image(texels, error) from error
+            begin = buffer.offset
+        try:
+            return self._image(whole, whole.size // (4 * LANES)), np.int32(begin // 4)
+        except self._cl.Error as error:
+            raise self._no_image(whole.size // (4 * LANES), error) from error
+
+    def _image(self, buffer: Any, texels: int) -> Any:
+        cl = self._cl
+        texel = cl.ImageFormat(cl.channel_order.RGBA, cl.channel_type.FLOAT)
+        return cl.create_image(self.context, cl.mem_flags.READ_ONLY, texel, shape=(texels,), buffer=buffer)
+
+    def _no_image(self, texels: int, error: Exception) -> DeviceError:
+        return DeviceError(
+            f"device {self.info.label} refuses an image of {texels} texels over a buffer (at most "
+            f"{self.limits.image_max_buffer_texels}): {_first_line(error)}; plan for this device"
+        )
 
     # ---- launches ---------------------------------------------------------------------------------------------------
 

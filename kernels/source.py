@@ -11,6 +11,11 @@ For every operand that a launch names, the header defines (here for operand A of
   lies inside the shape: the body sees to both;
 - ``A_N0``, ``A_N1``: the logical extents.
 
+An operand that is read through an image (``Launch.images``) is two parameters: the image, and the element of it at
+which the operand begins. ``A`` stands for both, so that ``f(A, i)`` passes them on and ``texel(A + offset)`` reads the
+four values at an element offset, as a body would otherwise read from the pointer ``A + offset``. There is no ``A_AT``:
+a body that read single values would not compile.
+
 Bodies are OpenCL C 1.2, written once.
 """
 
@@ -41,12 +46,22 @@ def program_source(kernel: Kernel, launch: Launch) -> str:
         widths = sorted({(a.width, a.axis, a.write) for a in _accesses(launch, position) if a.width > 1})
         dtype = CTYPES[kernel.operand_dtype(position)]
         layout = kernel.launch_layout(launch, position)
+        if position in launch.images:
+            parts += _image_macros(name, layout, tuple(widths))
+            continue
         qualifier = "" if position in written else "const "
         restrict = "" if position in aliased else "restrict "
         parts.append(f"#define {name}_ARG __global {qualifier}{dtype} *{restrict}{name}")
         parts += _macros(name, dtype, layout, tuple(widths))
+    if launch.images:
+        parts.append(_TEXEL)
     parts += [f"#define {key} {_literal(value)}" for key, value in launch.defines]
     return "\n".join([*parts, str(launch.preamble), _body(launch.body)])
+
+
+_TEXEL = """inline float4 texel(__read_only image1d_buffer_t image, const int at) {
+    return read_imagef(image, at >> 2);
+}"""
 
 
 def _accesses(launch: Launch, position: int) -> Iterator[Access]:
@@ -78,10 +93,7 @@ def _macros(name: str, dtype: str, layout: Layout, widths: tuple[tuple[int, int,
         stride_zero = all(m.stride == 0 for m in layout.axis_modes(axis))
         part = next((w for w in (width, *_PARTS) if w <= width and layout.vectorizes(axis, w)), 1)
         aligned = layout.alignment(axis) % part == 0
-        at = [
-            ",".join(f"({c})+{lane}" if a == axis and lane else c for a, c in enumerate(coords))
-            for lane in range(0, width, part)
-        ]
+        at = _places(coords, axis, range(0, width, part))
         if write:
             out.append(f"#define {name}_STORE{width}(v,{args}) {_store(name, dtype, width, part, aligned, at)}")
         elif stride_zero and part == 1:
@@ -90,6 +102,29 @@ def _macros(name: str, dtype: str, layout: Layout, widths: tuple[tuple[int, int,
             loads = [_load(name, dtype, part, aligned, place) for place in at]
             whole = loads[0] if part == width else f"(({dtype}{width})({','.join(loads)}))"
             out.append(f"#define {name}_LOAD{width}{call} {whole}")
+    return out
+
+
+def _places(coords: tuple[str, ...], axis: int, lanes: range) -> list[str]:
+    """The coordinates some lanes on along an axis."""
+    return [",".join(f"({c})+{lane}" if a == axis and lane else c for a, c in enumerate(coords)) for lane in lanes]
+
+
+@lru_cache(maxsize=4096)
+def _image_macros(name: str, layout: Layout, widths: tuple[tuple[int, int, bool], ...]) -> list[str]:
+    """Of an operand whose vectors of four are texels."""
+    coords = COORDS[: layout.rank]
+    args = ",".join(coords)
+    out = [
+        f"#define {name}_ARG __read_only image1d_buffer_t {name}_image, const int {name}_first",
+        f"#define {name} {name}_image, {name}_first",
+        f"#define {name}_IDX({args}) {layout.c_expr(*(f'({c})' for c in coords))}",
+    ]
+    out += [f"#define {name}_N{axis} {n}" for axis, n in enumerate(layout.shape)]
+    for width, axis, _ in widths:
+        loads = [f"texel({name}+{name}_IDX({at}))" for at in _places(coords, axis, range(0, width, 4))]
+        whole = loads[0] if width == 4 else f"((float{width})({','.join(loads)}))"
+        out.append(f"#define {name}_LOAD{width}({args}) {whole}")
     return out
 
 

@@ -43,6 +43,7 @@ class DeviceLimits:
         base_align_bytes: alignment that sub-buffers need.
         simd_width: float32 lanes of a native vector (CPU) or lanes of a wave (GPU).
         image_support: whether 2-D float images exist, and their limits in texels.
+        image_max_buffer_texels: length of an image over a buffer (``image1d_buffer_t``); 0: there are none.
     """
 
     kind: str = "cpu"
@@ -56,6 +57,7 @@ class DeviceLimits:
     image_support: bool = False
     image_max_width: int = 0
     image_max_height: int = 0
+    image_max_buffer_texels: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ class Launch:
         defines: further ``#define``s: sizes, unroll factors.
         preamble: generated C (a pointwise expression as a function), placed after the macros; perhaps written later.
         views: (operand position, layout) of operands that this launch indexes under other axes than the kernel's.
+        images: positions of operands that it reads through images over their buffers: only ever read, by aligned
+            vectors of four.
     """
 
     body: str
@@ -184,6 +188,7 @@ class Launch:
     defines: tuple[tuple[str, str | int | float], ...] = ()
     preamble: str | Text = ""
     views: tuple[tuple[int, Layout], ...] = ()
+    images: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=1 << 14)

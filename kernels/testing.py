@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pyopencl as cl
@@ -86,12 +87,15 @@ class BoundKernel:
     def __init__(self, runtime: Runtime, kernel: Kernel, buffers: Sequence[cl.Buffer]) -> None:
         self.runtime, self.kernel, self.buffers = runtime, kernel, list(buffers)
         self.queue = runtime.queue
+        self._arguments: list[list[Any]] = []
         self.calls = [self._build(i) for i in range(len(kernel.launches))]
 
     def _build(self, position: int) -> cl.Kernel:
         launch = self.kernel.launches[position]
         call = self.runtime.kernel(program_source(self.kernel, launch), launch.entry, self.kernel.variant.label)
-        call.set_args(*(self.buffers[p] for _, p in launch.operands))
+        arguments = self.runtime.arguments(self.kernel, launch, self.buffers)
+        call.set_args(*arguments)
+        self._arguments.append(arguments)
         return call
 
     def run(self) -> float:

@@ -66,7 +66,9 @@ inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const
                     for (int j = 0; j < NV; ++j) acc[r][j] += (VT)(x[r][i]) * y[j];
             }
         }
+#if KT % XV
         for (int k = KT / XV * XV; k < KT; ++k) STEP(xk + k * XKS, yk + k * YKS);
+#endif
 #endif
     }
 #if KMAIN < KN

@@ -9,6 +9,7 @@ Internally a kernel computes Z[b,r,c] = alpha · Σ_k X[b,r,k] · Y[b,k,c]:
 - ``tile.n``, ``tile.m``: as dot, where Y lies in R-Tiles with k inside and so narrow (4 or 8) that a vector holds
   several columns of a tile: one load takes them all, X's few steps of k are repeated for each;
 - ``staged``: panels of both go through local memory (GPUs; see ``contraction_staged.py``);
+- ``outer.n.image`` and the like: operands are read through images (GPUs; see ``contraction_image.py``);
 - ``any``: scalars, each by its own index expression, for whatever the others do not accept.
 
 All of them finish their sums with the op's ``epilogue``, where it has one (see ``contraction_epilogue.py``).
@@ -37,11 +38,12 @@ from kernels.families.contraction_code import (
     y_pieces,
 )
 from kernels.families.contraction_epilogue import Epilogue, epilogue_of, plain_finish
+from kernels.families.contraction_image import image_variants, in_texels, plain_name
 from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
 from kernels.families.contraction_staged import build_staged, staged_variants
 from kernels.nest import Nest
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
-from layoutopt.layout import Layout
+from layoutopt.layout import LANES, Layout
 
 __all__ = ["CONTRACTION", "Contraction"]
 
@@ -114,6 +116,7 @@ class Contraction:
                 add(name, rows, cols, {"mr": mr, "nr": nr, "v": widest}, nr)
         if not cpu:
             out += staged_variants(spec, limits)
+        out += list(image_variants(out, limits))
         out.append(KernelVariant(self.name, "any", tuple({"mr": 4, "nr": 4, **group}.items())))
         return out
 
@@ -121,21 +124,22 @@ class Contraction:
         """The kernel, or None where the vectors' axis is not contiguous enough or an operand is an image."""
         if any(layout.is_image for layout in layouts):
             return None
-        if variant.name == "staged":
+        name = plain_name(variant)
+        if name != variant.name and set(spec.dtypes[:2]) != {"float32"}:
+            return None  # texels are of float32
+        if name == "staged":
             return build_staged(variant, spec, layouts)
         first = spec.inputs  # the output that says along which axis vectors are stored
-        mirrored = variant.name in ("outer.m", "tile.m") or (variant.name == "dot" and _along_m(layouts[first]))
+        mirrored = name in ("outer.m", "tile.m") or (name == "dot" and _along_m(layouts[first]))
         views = tuple(layout.permute((0, 2, 1)) for layout in layouts) if mirrored else layouts
         x, y = (1, 0) if mirrored else (0, 1)
         epilogue = epilogue_of(spec)
         roles = (("X", x), ("Y", y), ("Z", first), *(epilogue.roles() if epilogue else ()))
-        make = {"outer.n": _outer, "outer.m": _outer, "tile.n": _tile, "tile.m": _tile, "dot": _dot, "any": _any}[
-            variant.name
-        ]
+        make = {"outer.n": _outer, "outer.m": _outer, "tile.n": _tile, "tile.m": _tile, "dot": _dot, "any": _any}[name]
         made = make(dict(variant.params), views, (x, y, first), epilogue)
         if made is None:
             return None
-        body, tiling, nest, defines, preamble = made
+        body, tiling, nest, defines, preamble, images = made
         constants = {**defines, **tiling.defines(), "ALPHA": float(spec.attr("alpha", 1.0))}
         launch = Launch(
             f"{body}.cl",
@@ -146,13 +150,15 @@ class Contraction:
             tiling.local_size,
             tuple(constants.items()),
             preamble,
+            images=images,
         )
         return Kernel(spec, variant, layouts, (launch,), views=views if mirrored else ())
 
 
 CONTRACTION = Contraction()
 
-_Made = tuple[str, Tiling, Nest, dict[str, str | int | float], str]
+_Made = tuple[str, Tiling, Nest, dict[str, str | int | float], str, tuple[int, ...]]
+"""Body, tiling, nest, constants, generated code, operands read through images."""
 
 
 def _blocks(batch: int, rows: int, cols: int, k: int, mr: int, nr: int, limits: DeviceLimits) -> tuple[int, int]:
@@ -185,10 +191,16 @@ def _outer(
     yu, n = y_pieces(y, v), y.shape[2]
     if yu < min(v, 4, 1 << (n.bit_length() - 1)):
         return None
+    y_image = v >= LANES and in_texels(y, 2, p)
+    yu = LANES if y_image else yu
     kt, k = inner_tile(x, y), x.shape[2]
     xv = p["x"] if kt % p["x"] == 0 or kt == k else 1
     x_axis = next((axis for axis in (1, 2) if x.vectorizes(axis, xv) and (axis == 2 or mr % xv == 0)), 0)
     xv = xv if x_axis else 1
+    x_image = xv == LANES and kt % xv == 0 == k % kt and in_texels(x, x_axis, p)
+    images = _images(p, positions, x_image, y_image)
+    if images is None:
+        return None
     zu = piece_width(z, 2, v)
     zu = zu if zu >= 4 else 1
     tiling = Tiling(z.shape, mr, nv * v, p["t"], p["s"], p["gr"], p["gc"])
@@ -209,8 +221,8 @@ def _outer(
         **_k_loop(x, y, kt, 1, 4 if kt >= 4 else 1),
     }
     preamble = [
-        compose_load("LOAD_Y", y, nv, v, yu, columns),
-        y_edge(y, nv, v, yu),
+        compose_load("LOAD_Y", y, nv, v, yu, columns, image=y_image),
+        y_edge(y, nv, v, yu, y_image),
         f"#define VSTORE(z,p) {f'vstore{v}(z,0,p)' if v > 1 else '(p)[0]=(z)'}",
     ]
     if epilogue:
@@ -219,8 +231,14 @@ def _outer(
     elif zu > 1:
         preamble.append(compose_store(z, v, zu))
     if xv > 1:
-        preamble.append(load_x(x, x_axis, xv))
-    return "contraction_outer", tiling, nest, defines, "\n".join(preamble)
+        preamble.append(load_x(x, x_axis, xv, x_image))
+    return "contraction_outer", tiling, nest, defines, "\n".join(preamble), images
+
+
+def _images(p: dict[str, int], positions: tuple[int, int, int], x_image: bool, y_image: bool) -> tuple[int, ...] | None:
+    """The operands read through images, None where a variant that is to read so has none."""
+    images = tuple(position for position, read in zip(positions, (x_image, y_image), strict=False) if read)
+    return images if images or "image" not in p else None
 
 
 def _dot(
@@ -258,6 +276,11 @@ def _along_k(
     k, kt, columns = x.shape[2], inner_tile(x, y), v // steps
     if k < steps:
         return None
+    x_image, y_image = (k % steps == 0 and columns == 1 and in_texels(*seen, p) for seen in ((x, 2), (y, 1)))
+    images = _images(p, positions, x_image, y_image)
+    if images is None:
+        return None
+    xu, yu = LANES if x_image else xu, LANES if y_image else yu
     if kt == k:
         kt = k // steps * steps
     elif kt % steps:
@@ -280,8 +303,10 @@ def _along_k(
         **_k_loop(x, y, kt, steps, 2 if kt >= 2 * steps else 1),
     }
     preamble = [
-        compose_load("XLOAD", x, 1, steps, xu, True, axis=2, repeat=columns),
-        compose_load("YLOAD", y, 1, v, yu, True, axis=1) if columns == 1 else f"#define YLOAD(p) vload{v}(0,p)",
+        compose_load("XLOAD", x, 1, steps, xu, True, axis=2, repeat=columns, image=x_image),
+        compose_load("YLOAD", y, 1, v, yu, True, axis=1, image=y_image)
+        if columns == 1
+        else f"#define YLOAD(p) vload{v}(0,p)",
         *(lane_sums(v) if columns == 1 else group_sums(v, columns)),
     ]
     if epilogue:
@@ -289,7 +314,7 @@ def _along_k(
         defines |= epilogue.defines(zu, epilogue.is_rolled(mr * nr, zu, tiling.fat))
     elif zu > 1:
         preamble.append(compose_store(z, 4, 4))
-    return "contraction_dot", tiling, nest, defines, "\n".join(preamble)
+    return "contraction_dot", tiling, nest, defines, "\n".join(preamble), images
 
 
 def _any(
@@ -301,8 +326,8 @@ def _any(
     nest = any_nest(tiling, positions[:2], x.shape[2], finish)
     defines: dict[str, str | int | float] = {"NR": p["nr"], "KN": x.shape[2]}
     if epilogue is None:
-        return "contraction_any", tiling, nest, defines, ""
-    return "contraction_any", tiling, nest, defines | epilogue.defines(1, rolled=True), epilogue.code(views, 1)
+        return "contraction_any", tiling, nest, defines, "", ()
+    return "contraction_any", tiling, nest, defines | epilogue.defines(1, rolled=True), epilogue.code(views, 1), ()
 
 
 def _vector(v: int) -> str:

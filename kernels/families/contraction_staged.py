@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kernels.families.contraction_epilogue import Finish, epilogue_of, plain_finish
+from kernels.families.contraction_image import in_texels
 from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
@@ -70,7 +71,7 @@ def _split(items: int, panels: int, units: int) -> int:
 
 
 def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
-    """The kernel: any buffer layouts are accepted; None where a range of k would be empty."""
+    """The kernel: any buffer layouts are accepted; None where a range of k would be empty, or images cannot be read."""
     first, epilogue = spec.inputs, epilogue_of(spec)
     mirrored = not layouts[first].vectorizes(2, 4) and layouts[first].vectorizes(1, 4)
     views = tuple(layout.permute((0, 2, 1)) for layout in layouts) if mirrored else layouts
@@ -83,6 +84,10 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     if (q - 1) * steps >= panels:
         return None
     x_load, y_load = _loader(views[x], 1, 2), _loader(views[y], 2, 1)
+    loads = (x, x_load), (y, y_load)
+    images = tuple(at_ for at_, (width, axis) in loads if width == 4 and in_texels(views[at_], axis, p))
+    if "image" in p and not images:
+        return None
     zw = 4 if epilogue or (views[first].vectorizes(2, 4) and cols % 4 == 0) else 1
     finish = epilogue.finish(views, 4) if epilogue else plain_finish(first, zw)
     ending = _Ending(
@@ -96,7 +101,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     items = p["slices"] * (p["bm"] // p["tm"]) * (p["bn"] // p["tn"])
     groups = -(-rows // p["bm"]), -(-cols // p["bn"])
     nest = _staged_nest(
-        variant.params,
+        tuple((key, value) for key, value in variant.params if key != "image"),
         (batch, *groups),
         steps,
         (x, *x_load),
@@ -130,6 +135,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
         (items, 1, 1),
         (*defines.items(), *(ending.defines if q == 1 else ())),
         ending.code if q == 1 else "",
+        images=images,
     )
     seen = views if mirrored else ()
     if q == 1:
