@@ -22,14 +22,14 @@ from kernels.bind import BoundStep
 from kernels.expr_c import expr_function, needs_math, used_inputs
 from kernels.families.common import math_c
 from kernels.families.pointwise import chunk_elems
-from kernels.spec import CTYPES, DeviceLimits, Kernel
-from layoutopt.graph import Expr
+from kernels.memory_c import CTYPES, MEMORY_CTYPES, load_c, store_c
+from kernels.spec import DeviceLimits, Kernel
+from layoutopt.graph import DTYPES, Expr
 from layoutopt.layout import Layout
 from layoutopt.plan import ArenaSlot
 
 __all__ = ["Linear", "Merged", "Program", "Row", "linear", "merge", "merge_steps", "moved_bytes", "schedule"]
 
-_ITEM_BYTES = {"float32": 4, "int32": 4, "bool": 1}
 _GPU_ITEMS, _GPU_VECTORS = 128, 4
 _GROUPS_PER_UNIT = 8
 _WALKS = frozenset(("thin", "fat", "linear_thin", "linear_fat"))
@@ -251,7 +251,7 @@ def merge_steps(
     for i, form in zip(members, forms, strict=True):
         assert form.program == program, "only steps with one program go together"
         places = [
-            slots[steps[i].slots[p]].offset_bytes + form.bases[p] * _ITEM_BYTES[program.dtypes[p]] for p in program.used
+            slots[steps[i].slots[p]].offset_bytes + form.bases[p] * DTYPES[program.dtypes[p]] for p in program.used
         ]
         rows.append(Row(form.elems, form.period, tuple(places)))
     return merge(program, rows, limits, f"{len(rows)} x {steps[members[0]].kernel.variant.label}")
@@ -261,7 +261,7 @@ def moved_bytes(step: BoundStep) -> int:
     """Bytes that a linear step reads and writes."""
     form = linear(step.kernel)
     assert form is not None
-    each = [_ITEM_BYTES[d] for d, way in zip(form.program.dtypes, form.program.ways, strict=True) if way == "each"]
+    each = [DTYPES[d] for d, way in zip(form.program.dtypes, form.program.ways, strict=True) if way == "each"]
     return form.elems * sum(each)
 
 
@@ -284,7 +284,7 @@ def merge(program: Program, rows: Sequence[Row], limits: DeviceLimits, label: st
     table = np.array([(row.elems, row.period, *row.places_bytes) for row in rows], np.uint64)
     groups = [(r, c) for r, row in enumerate(rows) for c in range(-(-row.elems // chunk))]
     aligned = [
-        all(row.places_bytes[k] % (width * _ITEM_BYTES[program.dtypes[p]]) == 0 for row in rows)
+        all(row.places_bytes[k] % (width * DTYPES[program.dtypes[p]]) == 0 for row in rows)
         for k, p in enumerate(program.used)
     ]
     long = max(row.elems for row in rows) > _FOUR_GIB_ELEMS
@@ -323,12 +323,12 @@ def _source(program: Program, aligned: tuple[bool, ...], items: int, chunk: int,
 def _pointers(program: Program) -> str:
     lines = []
     for k, position in enumerate(program.used):
-        ctype, name = CTYPES[program.dtypes[position]], _name(program, position)
+        dtype, name = program.dtypes[position], _name(program, position)
         qualifier = "const " if position < program.inputs else ""
-        pointer = f"__global {qualifier}{ctype} *"
+        pointer = f"__global {qualifier}{MEMORY_CTYPES[dtype]} *"
         lines.append(f"{pointer}{name} = ({pointer})(arena + row[{2 + k}]);")
         if program.ways[position] == "one":
-            lines.append(f"const {ctype} {name}_one = *{name};")
+            lines.append(f"const {CTYPES[dtype]} {name}_one = {load_c(dtype, 1, name, False)};")
     return " ".join(lines)
 
 
@@ -341,17 +341,16 @@ def _step(program: Program, aligned: Sequence[bool], width: int) -> str:
     suffix = "" if width == 1 else str(width)
     args, before, after = [], [], []
     for position, fits in zip(program.used, aligned, strict=True):
-        ctype, name = CTYPES[program.dtypes[position]] + suffix, _name(program, position)
+        dtype, name = program.dtypes[position], _name(program, position)
+        ctype = CTYPES[dtype] + suffix
         at = f"{name} + i % period" if program.ways[position] == "cycle" else f"{name} + i"
-        direct = width == 1 or fits
         if position >= program.inputs:
             result = name.replace("Y", "r")
             before.append(f"{ctype} {result};")
             args.append(f"&{result}")
-            store = f"*(__global {ctype} *)({at}) = {result};" if direct else f"vstore{width}({result}, 0, {at});"
-            after.append(store)
+            after.append(f"{store_c(dtype, width, result, at, fits)};")
         elif program.ways[position] == "one":
             args.append(f"({ctype})({name}_one)")
         else:
-            args.append(f"*(__global const {ctype} *)({at})" if direct else f"vload{width}(0, {at})")
+            args.append(load_c(dtype, width, at, fits))
     return f"{' '.join(before)} expr_{width}({', '.join(args)}); {' '.join(after)}"

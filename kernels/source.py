@@ -4,7 +4,8 @@ For every operand that a launch names, the header defines (here for operand A of
 
 - ``A_ARG``: the parameter declaration, to be used in the kernel's signature;
 - ``A_IDX(i,j)``: the element offset, from ``Layout.c_expr``;
-- ``A_AT(i,j)``: the element as an lvalue;
+- ``A_AT(i,j)``: the element's value, ``A_READ(o)``: that at element offset o;
+- ``A_STORE1(v,i,j)``: stores a value;
 - ``A_LOADw(i,j)`` / ``A_STOREw(v,i,j)`` for each vector width w > 1 that the nest declares: one vector access where the
   layout is contiguous along the access' axis, a few shorter ones where its tiles are shorter, a splat where that axis
   is broadcast, else w scalar accesses. The coordinate along the vector's axis is a multiple of w and the whole vector
@@ -25,8 +26,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from kernels.memory_c import CTYPES, MEMORY_CTYPES, load_c, store_c
 from kernels.nest import Access
-from kernels.spec import CTYPES, Kernel, Launch
+from kernels.spec import Kernel, Launch
 from layoutopt.layout import Layout
 
 __all__ = ["COORDS", "program_source"]
@@ -44,15 +46,15 @@ def program_source(kernel: Kernel, launch: Launch) -> str:
     aliased = {p for out, inp in kernel.spec.inplace for p in (inp, kernel.spec.inputs + out)}
     for name, position in launch.operands:
         widths = sorted({(a.width, a.axis, a.write) for a in _accesses(launch, position) if a.width > 1})
-        dtype = CTYPES[kernel.operand_dtype(position)]
+        dtype = kernel.operand_dtype(position)
         layout = kernel.launch_layout(launch, position)
         if position in launch.images:
             parts += _image_macros(name, layout, tuple(widths))
             continue
         qualifier = "" if position in written else "const "
         restrict = "" if position in aliased else "restrict "
-        parts.append(f"#define {name}_ARG __global {qualifier}{dtype} *{restrict}{name}")
-        parts += _macros(name, dtype, layout, tuple(widths))
+        parts.append(f"#define {name}_ARG __global {qualifier}{MEMORY_CTYPES[dtype]} *{restrict}{name}")
+        parts += _macros(name, dtype, layout, tuple(widths), position in written)
     if launch.images:
         parts.append(_TEXEL)
     parts += [f"#define {key} {_literal(value)}" for key, value in launch.defines]
@@ -82,12 +84,18 @@ def _literal(value: str | int | float) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _macros(name: str, dtype: str, layout: Layout, widths: tuple[tuple[int, int, bool], ...]) -> list[str]:
+def _macros(
+    name: str, dtype: str, layout: Layout, widths: tuple[tuple[int, int, bool], ...], written: bool
+) -> list[str]:
     coords = COORDS[: layout.rank]
     args = ",".join(coords)
     call = f"({args})" if coords else "()"
     out = [f"#define {name}_IDX{call} {layout.c_expr(*(f'({c})' for c in coords))}"]
-    out.append(f"#define {name}_AT{call} {name}[{name}_IDX{call}]")
+    out.append(f"#define {name}_READ(o) {load_c(dtype, 1, f'{name}+(o)', False)}")
+    out.append(f"#define {name}_AT{call} {load_c(dtype, 1, f'{name}+{name}_IDX{call}', False)}")
+    if written:
+        to = f"{name}+{name}_IDX{call}"
+        out.append(f"#define {name}_STORE1({','.join(('v', *coords))}) {store_c(dtype, 1, '(v)', to, False)}")
     out += [f"#define {name}_N{axis} {n}" for axis, n in enumerate(layout.shape)]
     for width, axis, write in widths:
         stride_zero = all(m.stride == 0 for m in layout.axis_modes(axis))
@@ -97,10 +105,10 @@ def _macros(name: str, dtype: str, layout: Layout, widths: tuple[tuple[int, int,
         if write:
             out.append(f"#define {name}_STORE{width}(v,{args}) {_store(name, dtype, width, part, aligned, at)}")
         elif stride_zero and part == 1:
-            out.append(f"#define {name}_LOAD{width}{call} (({dtype}{width})({name}_AT{call}))")
+            out.append(f"#define {name}_LOAD{width}{call} (({CTYPES[dtype]}{width})({name}_AT{call}))")
         else:
             loads = [_load(name, dtype, part, aligned, place) for place in at]
-            whole = loads[0] if part == width else f"(({dtype}{width})({','.join(loads)}))"
+            whole = loads[0] if part == width else f"(({CTYPES[dtype]}{width})({','.join(loads)}))"
             out.append(f"#define {name}_LOAD{width}{call} {whole}")
     return out
 
@@ -129,24 +137,18 @@ def _image_macros(name: str, layout: Layout, widths: tuple[tuple[int, int, bool]
 
 
 def _load(name: str, dtype: str, width: int, aligned: bool, at: str) -> str:
-    if width == 1:
-        return f"{name}_AT({at})"
-    pointer = f"{name}+{name}_IDX({at})"
-    return f"(*(__global const {dtype}{width}*)({pointer}))" if aligned else f"vload{width}(0,{pointer})"
+    return load_c(dtype, width, f"{name}+{name}_IDX({at})", aligned)
 
 
 def _store(name: str, dtype: str, width: int, part: int, aligned: bool, at: list[str]) -> str:
     def one(value: str, place: str) -> str:
-        if part == 1:
-            return f"{name}_AT({place})={value}"
-        pointer = f"{name}+{name}_IDX({place})"
-        return f"(*(__global {dtype}{part}*)({pointer})={value})" if aligned else f"vstore{part}({value},0,{pointer})"
+        return store_c(dtype, part, value, f"{name}+{name}_IDX({place})", aligned)
 
     if part == width:
         return one("(v)", at[0])
     pieces = ["v_.s" + "".join(f"{k:x}" for k in range(first, first + part)) for first in range(0, width, part)]
     assigns = "".join(one(piece, place) + ";" for piece, place in zip(pieces, at, strict=True))
-    return f"do{{{dtype}{width} v_=(v);{assigns}}}while(0)"
+    return f"do{{{CTYPES[dtype]}{width} v_=(v);{assigns}}}while(0)"
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,6 @@ from layoutopt.graph import Expr, Op, TrainingGraph
 from layoutopt.layout import Layout
 
 __all__ = [
-    "CTYPES",
     "DeviceLimits",
     "Family",
     "Kernel",
@@ -25,8 +24,6 @@ __all__ = [
     "Text",
     "op_spec",
 ]
-
-CTYPES = {"float32": "float", "int32": "int", "bool": "uchar"}
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ import networkx as nx
 from layoutopt.errors import GraphError
 from layoutopt.view import IDENTITY, View
 
-__all__ = ["Expr", "Op", "Operand", "Phase", "Role", "Storage", "Tensor", "TrainingGraph"]
+__all__ = ["DTYPES", "Expr", "Op", "Operand", "Phase", "Role", "Storage", "Tensor", "TrainingGraph"]
 
 Role = Literal["input", "parameter", "state", "constant", "activation", "gradient", "output"]
 Phase = Literal["forward", "loss", "backward", "update"]

@@ -17,13 +17,13 @@ import numpy as np
 from numba import njit
 
 from kernels.nest import Data, Index, Loop, Phase
-from kernels.spec import CTYPES, Kernel, Launch
+from kernels.spec import Kernel, Launch
+from layoutopt.graph import DTYPES
 from layoutopt.layout import Layout
 from simulator.cache import State, line_access
 
 __all__ = ["Walk", "compile_launch", "walk"]
 
-_ITEM_BYTES = {"float": 4, "int": 4, "uchar": 1}
 _MAX_LINES = 2048  # distinct lines of one instruction over a wave: 128 lanes × 16 values
 
 
@@ -152,7 +152,7 @@ def _flatten(
                 start, count = add_index(coordinate)
                 coords.append((coordinate.const, start, count, shape[axis], entry, -1))
         depth = len(phase.loops) if access.depth < 0 else access.depth
-        item = _ITEM_BYTES[CTYPES[kernel.operand_dtype(access.operand)]]
+        item = DTYPES[kernel.operand_dtype(access.operand)]
         meta.append((access.operand, access.width, access.axis, access.write, depth, first, len(access.index), item))
     return _PhaseArrays(
         np.array([loop.extent for loop in phase.loops], dtype=np.int64),

@@ -142,7 +142,7 @@ static RVEC row_peaks(const VEC *m)
             UNROLL for (int u = 0; u < X##_W; ++u) \
                 t_[u] = (src)[(i + (X##_AXIS == 1 ? u : 0)) * (STRIDE) + f + (X##_AXIS == 2 ? u : 0)] * (SCALE); \
             X##_SET(X##_TAKE(t_), b, (r0) + i, f), \
-            X##_AT(b, (r0) + i, f) = (src)[i * (STRIDE) + f] * (SCALE)); \
+            X##_STORE1((src)[i * (STRIDE) + f] * (SCALE), b, (r0) + i, f)); \
     } while (0)
 
 // acc[r][v] += sum over k < NK of A[r * AR + k * AK] * B[k * BS + v * W].
@@ -258,8 +258,8 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void attention_fat(Q_ARG
     }
     for (int i = 0; i < rows; ++i) {
         const float sum = HSUM(VLOAD(mass + i * W)), share = 1.0f / sum;
-        PEAK_AT(b, m0 + i) = peak[i];
-        MASS_AT(b, m0 + i) = sum;
+        PEAK_STORE1(peak[i], b, m0 + i);
+        MASS_STORE1(sum, b, m0 + i);
         for (int e = 0; e < EP; e += W) VSTORE(VLOAD(o + i * EP + e) * share, o + i * EP + e);
     }
     UNPACK(O, b, m0, rows, o, EP, EN, 1.0f);
@@ -281,7 +281,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void attention_fat_grad(
         for (int i = 0; i < rows; ++i) {
             VEC sum = (VEC)(0.0f);
             for (int e = 0; e < EP; e += W) sum += VLOAD(q + i * EP + e) * VLOAD(g + i * EP + e);
-            DELTA_AT(b, m0 + i) = HSUM(sum) * BETA;
+            DELTA_STORE1(HSUM(sum) * BETA, b, m0 + i);
         }
     }
     for (int n0 = 0; n0 < NN; n0 += BN) {

@@ -81,10 +81,10 @@
 #define PUT_EACH(N, v, b, r, f, FN) \
     do { \
         const float4 v_ = (v); \
-        N##_AT(b, r, f) = v_.x; \
-        if ((f) + 1 < (FN)) N##_AT(b, r, (f) + 1) = v_.y; \
-        if ((f) + 2 < (FN)) N##_AT(b, r, (f) + 2) = v_.z; \
-        if ((f) + 3 < (FN)) N##_AT(b, r, (f) + 3) = v_.w; \
+        N##_STORE1(v_.x, b, r, f); \
+        if ((f) + 1 < (FN)) N##_STORE1(v_.y, b, r, (f) + 1); \
+        if ((f) + 2 < (FN)) N##_STORE1(v_.z, b, r, (f) + 2); \
+        if ((f) + 3 < (FN)) N##_STORE1(v_.w, b, r, (f) + 3); \
     } while (0)
 
 // A value per own position, over the IX items that share it: by OP, in a fixed order.
@@ -205,8 +205,8 @@ __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void attention_tile(
     if (xg == 0)
         UNROLL for (int i = 0; i < TO; ++i)
             if (o0 + OWN(i) < MM) {
-                PEAK_AT(b, o0 + OWN(i)) = peak[i];
-                MASS_AT(b, o0 + OWN(i)) = total[i];
+                PEAK_STORE1(peak[i], b, o0 + OWN(i));
+                MASS_STORE1(total[i], b, o0 + OWN(i));
             }
 }
 #endif
@@ -302,7 +302,7 @@ __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void attention_tile_
     SHARE(delta, delta, SUM);
     UNROLL for (int i = 0; i < TO; ++i) {
         delta[i] *= BETA;
-        if (xg == 0 && ROW(i, 0) < MM) DELTA_AT(b, ROW(i, 0)) = delta[i];
+        if (xg == 0 && ROW(i, 0) < MM) DELTA_STORE1(delta[i], b, ROW(i, 0));
     }
     if (!CHUNKED) {
         STAGE(A, as, DS, BO, CD, o0, MM, 0, DN);

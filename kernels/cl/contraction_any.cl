@@ -3,7 +3,7 @@
 
 #ifndef EPILOGUE
 #define MORE_ARGS
-#define FINISH1(v, b, r, c) (Z[ZI(b, r, c)] = (v))
+#define FINISH1(v, b, r, c) Z_STORE1(v, b, r, c)
 #endif
 
 __kernel void contraction_any(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
@@ -18,10 +18,10 @@ __kernel void contraction_any(X_ARG, Y_ARG, Z_ARG MORE_ARGS) {
     for (int k = 0; k < KN; ++k) {
         float y[NR];
 #pragma unroll
-        for (int c = 0; c < NR; ++c) y[c] = Y[YI(b, k, min(c0 + c, CN - 1))];
+        for (int c = 0; c < NR; ++c) y[c] = Y_READ(YI(b, k, min(c0 + c, CN - 1)));
 #pragma unroll
         for (int r = 0; r < MR; ++r) {
-            const float x = X[XI(b, min(r0 + r, RN - 1), k)];
+            const float x = X_READ(XI(b, min(r0 + r, RN - 1), k));
 #pragma unroll
             for (int c = 0; c < NR; ++c) acc[r][c] += x * y[c];
         }

@@ -8,7 +8,7 @@
 #ifndef EPILOGUE
 #define MORE_ARGS
 #define MORE
-#define FINISH1(v, b, r, c) (Z[ZI(b, r, c)] = (v))
+#define FINISH1(v, b, r, c) Z_STORE1(v, b, r, c)
 #define FINISH(v, b, r, c) STORE_Z(v, b, r, c)
 #define ROLLED 0
 #endif
@@ -81,9 +81,9 @@ inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const
 #endif
 #if KN % KV
         for (int k = KN / KV * KV; k < KN; ++k) {
-            const float x = X[XOFF(r) + XI(0, 0, k) - XI(0, 0, 0)];
+            const float x = X_READ(XOFF(r) + XI(0, 0, k) - XI(0, 0, 0));
 #pragma unroll
-            for (int c = 0; c < NR; ++c) sum[c] += x * Y[YOFF(c / Q) + YI(0, k, c % Q) - YI(0, 0, 0)];
+            for (int c = 0; c < NR; ++c) sum[c] += x * Y_READ(YOFF(c / Q) + YI(0, k, c % Q) - YI(0, 0, 0));
         }
 #endif
 #if ROLLED

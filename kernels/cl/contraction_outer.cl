@@ -10,7 +10,7 @@
 #ifndef EPILOGUE
 #define MORE_ARGS
 #define MORE
-#define FINISH1(v, b, r, c) (Z[ZI(b, r, c)] = (v))
+#define FINISH1(v, b, r, c) Z_STORE1(v, b, r, c)
 #endif
 
 inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const int c0, const int edge) {
@@ -42,7 +42,7 @@ inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const
     do { \
         LOAD(yk); \
         _Pragma("unroll") for (int r = 0; r < MR; ++r) { \
-            const VT x = (VT)(X[XOFF(r) + (xk)]); \
+            const VT x = (VT)(X_READ(XOFF(r) + (xk))); \
             _Pragma("unroll") for (int j = 0; j < NV; ++j) acc[r][j] += x * y[j]; \
         } \
     } while (0)

@@ -12,7 +12,7 @@
 
 #ifndef EPILOGUE
 #define MORE_ARGS
-#define FINISH1(v, b, r, c) (Z_AT(b, r, c) = (v))
+#define FINISH1(v, b, r, c) Z_STORE1(v, b, r, c)
 #define FINISH(v, b, r, c) Z_STORE4(v, b, r, c)
 #endif
 #define XS (BM + 4)

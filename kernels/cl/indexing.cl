@@ -6,14 +6,12 @@
 #if W == 1
 #define VEC float
 #define LOADV(A) A##_AT
-#define STORE2(A, v, i, j) A##_AT(i, j) = (v)
-#define STORE3(A, v, h, i, j) A##_AT(h, i, j) = (v)
 #else
 #define VEC CAT(float, W)
 #define LOADV(A) CAT(A##_LOAD, W)
+#endif
 #define STORE2(A, v, i, j) CAT(A##_STORE, W)(v, i, j)
 #define STORE3(A, v, h, i, j) CAT(A##_STORE, W)(v, h, i, j)
-#endif
 #define ENTRY __attribute__((reqd_work_group_size(ROWS_AT_ONCE * LANES, 1, 1)))
 
 #ifdef OP_gather
@@ -26,7 +24,7 @@ __kernel ENTRY void gather(TABLE_ARG, IDS_ARG, Y_ARG)
         if (i >= N) break;
         const int id = IDS_AT(i);
         for (int j = lane * W; j + W <= D; j += LANES * W) { STORE2(Y, LOADV(TABLE)(id, j), i, j); }
-        if (W > 1) for (int j = D / W * W + lane; j < D; j += LANES) Y_AT(i, j) = TABLE_AT(id, j);
+        if (W > 1) for (int j = D / W * W + lane; j < D; j += LANES) Y_STORE1(TABLE_AT(id, j), i, j);
     }
 }
 #endif
@@ -42,7 +40,7 @@ void columns(DY_ARG, IDS_ARG, GRAD_ARG)
         if (id == PADDING) continue;
         int j = begin;
         for (; j + W <= end; j += W) STORE2(GRAD, LOADV(GRAD)(id, j) + LOADV(DY)(i, j), id, j);
-        if (W > 1) for (; j < end; ++j) GRAD_AT(id, j) += DY_AT(i, j);
+        if (W > 1) for (; j < end; ++j) GRAD_STORE1(GRAD_AT(id, j) + DY_AT(i, j), id, j);
     }
 }
 #endif
@@ -56,14 +54,14 @@ void block(DY_ARG, IDS_ARG, GRAD_ARG)
     for (int id = begin; id < end; ++id) {
         int j = 0;
         for (; j + W <= D; j += W) STORE2(GRAD, (VEC)(0.0f), id, j);
-        if (W > 1) for (; j < D; ++j) GRAD_AT(id, j) = 0.0f;
+        if (W > 1) for (; j < D; ++j) GRAD_STORE1(0.0f, id, j);
     }
     for (int i = 0; i < N; ++i) {
         const int id = IDS_AT(i);
         if (id < begin || id >= end || id == PADDING) continue;
         int j = 0;
         for (; j + W <= D; j += W) STORE2(GRAD, LOADV(GRAD)(id, j) + LOADV(DY)(i, j), id, j);
-        if (W > 1) for (; j < D; ++j) GRAD_AT(id, j) += DY_AT(i, j);
+        if (W > 1) for (; j < D; ++j) GRAD_STORE1(GRAD_AT(id, j) + DY_AT(i, j), id, j);
     }
 }
 #endif
@@ -128,7 +126,7 @@ __kernel ENTRY void rows(DY_ARG, IDS_ARG, GRAD_ARG)
             for (; j < D; ++j) {
                 float sum = SO_FAR(GRAD_AT, id, j);
                 ADD_HITS(float, DY_AT, sum, j)
-                GRAD_AT(id, j) = sum;
+                GRAD_STORE1(sum, id, j);
             }
         }
         barrier(CLK_LOCAL_MEM_FENCE);
@@ -142,11 +140,11 @@ __kernel ENTRY void rows(DY_ARG, IDS_ARG, GRAD_ARG)
 #if SPLIT == 1
 #define OUT_ARG GRAD_ARG
 #define PUT(v, t, j) STORE2(GRAD, v, t, j);
-#define PUT1(v, t, j) GRAD_AT(t, j) = v;
+#define PUT1(v, t, j) GRAD_STORE1(v, t, j);
 #else
 #define OUT_ARG PART_ARG
 #define PUT(v, t, j) STORE3(PART, v, s, t, j);
-#define PUT1(v, t, j) PART_AT(s, t, j) = v;
+#define PUT1(v, t, j) PART_STORE1(v, s, t, j);
 #endif
 __kernel ENTRY void parts(DY_ARG, IDS_ARG, OUT_ARG)
 {
@@ -204,7 +202,7 @@ void join_parts(PART_ARG, GRAD_ARG)
         for (; j < D; ++j) {
             float sum = PART_AT(0, t, j);
             for (int s = 1; s < SPLIT; ++s) sum += PART_AT(s, t, j);
-            GRAD_AT(t, j) = sum;
+            GRAD_STORE1(sum, t, j);
         }
     }
 }

@@ -10,8 +10,8 @@ void join_parts(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG, TOP_ARG, MASS_ARG)
     for (int p = 0; p < PARTS; ++p) sum += MASS_AT(i, p) * exp_s(TOP_AT(i, p) - peak);
     const float lse = peak + log(sum);
     const int target = TARGET_AT(i);
-    LSE_AT(i) = lse;
-    EACH_AT(i) = target == IGNORE ? 0.0f : lse - X_AT(i, target);
+    LSE_STORE1(lse, i);
+    EACH_STORE1(target == IGNORE ? 0.0f : lse - X_AT(i, target), i);
 }
 
 #elif defined(OP_target)
@@ -22,7 +22,8 @@ void at_targets(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
     const int i = get_global_id(0);
     if (i >= N) return;
     const int target = TARGET_AT(i);
-    if (target != IGNORE) DX_AT(i, target) = (exp_s(X_AT(i, target) - LSE_AT(i)) - 1.0f) * DLOSS_AT() / WEIGHT_AT();
+    if (target == IGNORE) return;
+    DX_STORE1((exp_s(X_AT(i, target) - LSE_AT(i)) - 1.0f) * DLOSS_AT() / WEIGHT_AT(), i, target);
 }
 
 #else
@@ -60,6 +61,6 @@ void mean_loss(PARAMS, LOSS_ARG, WEIGHT_ARG)
         if (lane < half_) { sums[lane] += sums[lane + half_]; counts[lane] += counts[lane + half_]; }
         barrier(CLK_LOCAL_MEM_FENCE);
     }
-    if (lane == 0) { LOSS_AT() = sums[0] / counts[0]; WEIGHT_AT() = counts[0]; }
+    if (lane == 0) { LOSS_STORE1(sums[0] / counts[0]); WEIGHT_STORE1(counts[0]); }
 }
 #endif

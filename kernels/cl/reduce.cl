@@ -12,14 +12,12 @@
 #if W == 1
 #define VEC ELEM
 #define LOADV(A) A##_AT
-#define STORE1(A, v, i) A##_AT(i) = (v)
-#define STORE2(A, v, i, j) A##_AT(i, j) = (v)
 #else
 #define VEC CAT(ELEM, W)
 #define LOADV(A) CAT(A##_LOAD, W)
+#endif
 #define STORE1(A, v, i) CAT(A##_STORE, W)(v, i)
 #define STORE2(A, v, i, j) CAT(A##_STORE, W)(v, i, j)
-#endif
 
 #ifdef MAXIMUM
 // NaN wins, as in numpy and torch.
@@ -75,7 +73,7 @@ static ELEM lanes_(const ELEM *x)
 
 #if SPLIT == 1
 #define PARAMS PARAMS_IN, PARAMS_OUT
-#define PUT_S(a, b) { AT_(OUT0, kept) = (a) * SCALE; if (TWO) AT_(OUT1, kept) = (b); }
+#define PUT_S(a, b) { PUT_(OUT0, (a) * SCALE, kept); if (TWO) PUT_(OUT1, b, kept); }
 #define PUT_V(a, b) { PUT_V_(OUT0, (a) * SCALE) if (TWO) { PUT_V_(OUT1, b) } }
 #define PUT_V_(A, v) PUT_V__(A, v)
 #define PUT_V__(A, v) STORE1(A, v, kept);
@@ -87,16 +85,17 @@ static ELEM lanes_(const ELEM *x)
 #define PARAMS PARAMS_IN, P_ARG
 #define FINAL_PARAMS P_ARG, PARAMS_OUT
 #define Q_AT P_AT
+#define Q_STORE1 P_STORE1
 #define Q_STORE2 P_STORE2
 #define Q_STORE4 P_STORE4
 #define Q_STORE8 P_STORE8
 #define Q_STORE16 P_STORE16
 #endif
-#define PUT_S(a, b) { P_AT(s, kept) = a; if (TWO) Q_AT(s, kept) = b; }
+#define PUT_S(a, b) { P_STORE1(a, s, kept); if (TWO) Q_STORE1(b, s, kept); }
 #define PUT_V(a, b) { STORE2(P, a, s, kept); if (TWO) { STORE2(Q, b, s, kept); } }
 #endif
-#define AT_(A, i) AT__(A, i)
-#define AT__(A, i) A##_AT(i)
+#define PUT_(A, v, i) PUT__(A, v, i)
+#define PUT__(A, v, i) A##_STORE1(v, i)
 
 #ifdef ENTRY_across
 #define COLUMN(T, LD, JOIN, PUT) \
@@ -234,8 +233,8 @@ void reduce_final(FINAL_PARAMS)
             a = join1(a, P_AT(s, kept));
             if (TWO) b = join1(b, Q_AT(s, kept));
         }
-        AT_(OUT0, kept) = a * SCALE;
-        if (TWO) AT_(OUT1, kept) = b;
+        PUT_(OUT0, a * SCALE, kept);
+        if (TWO) PUT_(OUT1, b, kept);
     }
 }
 #endif

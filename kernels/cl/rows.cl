@@ -41,11 +41,7 @@ static float lanemax4(float4 v) { return lanemax2(LARGER(v.lo, v.hi)); }
 static float lanemax8(float8 v) { return lanemax4(LARGER(v.lo, v.hi)); }
 static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 
-#if W == 1
-#define V_ST(A, v) A##_AT(i, j) = (v)
-#else
 #define V_ST(A, v) CAT(A##_STORE, W)(v, i, j)
-#endif
 #define V_LD(A) LOADV(A)(i, j)
 #if W == 1
 #define exp_v exp_s
@@ -80,18 +76,14 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 #endif
 #define S_LD(A) A##_AT(i, j)
 #define S_LDK(A) A##_AT(j)
-#define S_ST(A, v) A##_AT(i, j) = (v)
+#define S_ST(A, v) A##_STORE1(v, i, j)
 #define S_ACC(a) a##_s
 
 #if ORIENT == COLS
 #define ROW_T VEC
 #define V_LDK(A) A##_AT(j)
 #define LDM(A) LOADV(A)(i)
-#if W == 1
-#define STM(A, v) A##_AT(i) = (v)
-#else
 #define STM(A, v) CAT(A##_STORE, W)(v, i)
-#endif
 #define OVER_K(STEP) for (int j = 0; j < K; ++j) { STEP(VEC, V_LD, V_LDK, V_ST, V_ACC) }
 #define ACCUMULATOR(a, start) VEC a##_v = (VEC)(start);
 #define SUM_OF(a) const VEC a = a##_v;
@@ -105,7 +97,7 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 #define LDM(A) A##_AT(i)
 #define ACCUMULATOR(a, start) VEC a##_v = (VEC)(start); float a##_s = start;
 #if ORIENT == ITEM
-#define STM(A, v) A##_AT(i) = (v)
+#define STM(A, v) A##_STORE1(v, i)
 #if W == 1
 #define OVER_K(STEP) for (int j = 0; j < K; ++j) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) }
 #else
@@ -118,10 +110,10 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
 #define ROWS_BEGIN for (int q = 0; q < ROWS; ++q) { const int i = (int)get_group_id(0) * ROWS + q; if (i >= M) break;
 #define ROWS_END }
 #define AFTER_STORES
-#define STM_AT_TARGET(v) DX_AT(i, target) = (v)
+#define STM_AT_TARGET(v) DX_STORE1(v, i, target)
 
 #else
-#define STM(A, v) if (lane == 0 && live) A##_AT(i) = (v)
+#define STM(A, v) if (lane == 0 && live) A##_STORE1(v, i)
 #define LEFT(STEP) if (W > 1) { const int j = K / W * W + lane; if (j < end) { STEP(float, S_LD, S_LDK, S_ST, S_ACC) } }
 #if KEEP
 // Written out, so that what is kept lies in registers whether or not a compiler unrolls.

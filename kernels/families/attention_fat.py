@@ -78,7 +78,7 @@ def _c_names(name: str, how: Reader, widest: int, write: bool = False) -> Iterat
     yield f"{name}_W", w
     yield f"{name}_AXIS", how.axis
     if write:
-        yield f"{name}_SET(v,b,r,f)", f"{name}_STORE{w}(v,b,r,f)" if w > 1 else f"({name}_AT(b,r,f)=(v))"
+        yield f"{name}_SET(v,b,r,f)", f"{name}_STORE{w}(v,b,r,f)"
         yield f"{name}_TAKE(p)", f"(*(const float{w if w > 1 else ''} *)(p))"
     else:
         yield f"{name}_GET(b,r,f)", f"{name}_{f'LOAD{w}' if w > 1 else 'AT'}(b,r,f)"

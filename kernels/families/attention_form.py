@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from kernels.expr_c import expr_flops, expr_function, used_inputs
 from kernels.families.common import math_c
-from kernels.spec import CTYPES, OpSpec
+from kernels.memory_c import CTYPES
+from kernels.spec import OpSpec
 from layoutopt.expr import Builder, is_cheap, kind_of
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout

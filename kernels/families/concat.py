@@ -11,7 +11,8 @@ from math import prod
 from kernels.families.common import any_image
 from kernels.families.domain import Walk, fat_walk, thin_walk, walk_launch
 from kernels.families.pointwise import chunk_elems
-from kernels.spec import CTYPES, DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
+from kernels.memory_c import CTYPES
+from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout
 
 __all__ = ["CONCAT", "IOTA", "Concat", "Iota", "fill_launch", "walk_variants", "widest_walk"]
@@ -56,7 +57,7 @@ def fill_launch(
     def step(width: int, coords: list[str]) -> str:
         at = ",".join(f"{c}+{s}" if s else c for c, s in zip(coords, shift, strict=True))
         if width == 1:
-            return f"{name}_AT({at}) = 0;"
+            return f"{name}_STORE1(0,{at});"
         return f"{name}_STORE{width}(({CTYPES[dtype]}{width})(0),{at});"
 
     return walk_launch(walk, [(name, position)], walk.nest(walk.accesses(position, True, shift)), step)
@@ -113,7 +114,7 @@ def _copy(variant: KernelVariant, lead: Layout, position: int, output: int, star
         source = ",".join(coords)
         target = f"{coords[0]},{coords[1]}+{start},{coords[2]}"
         if width == 1:
-            return f"Y_AT({target}) = X_AT({source});"
+            return f"Y_STORE1(X_AT({source}),{target});"
         return f"Y_STORE{width}(X_LOAD{width}({source}),{target});"
 
     nest = walk.nest([*walk.accesses(position, False), *walk.accesses(output, True, [0, start, 0])])
@@ -139,7 +140,7 @@ class Iota:
         literal = str if spec.dtypes[0] == "int32" else (lambda x: f"{float(x)!r}f")
 
         def step(width: int, coords: list[str]) -> str:
-            return f"Y_AT({coords[0]}) = {literal(first)} + {literal(stride)} * {coords[0]};"
+            return f"Y_STORE1({literal(first)} + {literal(stride)} * {coords[0]},{coords[0]});"
 
         launch = walk_launch(walk, [("Y", 0)], walk.nest(walk.accesses(0, True), 2), step)
         return Kernel(spec, variant, layouts, (launch,))

@@ -28,6 +28,7 @@ from math import gcd
 
 from kernels.families.common import largest_divisor
 from kernels.families.contraction_code import (
+    Operand,
     compose_load,
     compose_store,
     group_sums,
@@ -41,6 +42,7 @@ from kernels.families.contraction_epilogue import Epilogue, epilogue_of, plain_f
 from kernels.families.contraction_image import image_variants, in_texels, plain_name
 from kernels.families.contraction_nest import Tiling, any_nest, dot_nest, outer_nest
 from kernels.families.contraction_staged import build_staged, staged_variants
+from kernels.memory_c import load_c
 from kernels.nest import Nest
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import LANES, Layout
@@ -136,7 +138,8 @@ class Contraction:
         epilogue = epilogue_of(spec)
         roles = (("X", x), ("Y", y), ("Z", first), *(epilogue.roles() if epilogue else ()))
         make = {"outer.n": _outer, "outer.m": _outer, "tile.n": _tile, "tile.m": _tile, "dot": _dot, "any": _any}[name]
-        made = make(dict(variant.params), views, (x, y, first), epilogue)
+        operands = tuple(zip(views, spec.dtypes, strict=True))
+        made = make(dict(variant.params), operands, (x, y, first), epilogue)
         if made is None:
             return None
         body, tiling, nest, defines, preamble, images = made
@@ -184,9 +187,11 @@ def _along_m(c: Layout) -> bool:
 
 
 def _outer(
-    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+    p: dict[str, int], operands: tuple[Operand, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
 ) -> _Made | None:
-    x, y, z = (views[position] for position in positions)
+    roles = [operands[position] for position in positions]
+    x, y, z = (layout for layout, _ in roles)
+    views = tuple(layout for layout, _ in operands)
     mr, nv, v = p["mr"], p["nv"], p["v"]
     yu, n = y_pieces(y, v), y.shape[2]
     if yu < min(v, 4, 1 << (n.bit_length() - 1)):
@@ -221,17 +226,17 @@ def _outer(
         **_k_loop(x, y, kt, 1, 4 if kt >= 4 else 1),
     }
     preamble = [
-        compose_load("LOAD_Y", y, nv, v, yu, columns, image=y_image),
-        y_edge(y, nv, v, yu, y_image),
+        compose_load("LOAD_Y", roles[1], nv, v, yu, columns, image=y_image),
+        y_edge(roles[1], nv, v, yu, y_image),
         f"#define VSTORE(z,p) {f'vstore{v}(z,0,p)' if v > 1 else '(p)[0]=(z)'}",
     ]
     if epilogue:
         preamble += [f"#define VLOAD(p) {f'vload{v}(0,p)' if v > 1 else '(p)[0]'}", epilogue.code(views, v)]
         defines |= epilogue.defines(v, epilogue.is_rolled(mr * nv * v, v, tiling.fat))
     elif zu > 1:
-        preamble.append(compose_store(z, v, zu))
+        preamble.append(compose_store(roles[2], v, zu))
     if xv > 1:
-        preamble.append(load_x(x, x_axis, xv, x_image))
+        preamble.append(load_x(roles[0], x_axis, xv, x_image))
     return "contraction_outer", tiling, nest, defines, "\n".join(preamble), images
 
 
@@ -242,36 +247,38 @@ def _images(p: dict[str, int], positions: tuple[int, int, int], x_image: bool, y
 
 
 def _dot(
-    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+    p: dict[str, int], operands: tuple[Operand, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
 ) -> _Made | None:
     v = p["v"]
-    xu, yu = piece_width(views[positions[0]], 2, v), piece_width(views[positions[1]], 1, v)
-    return None if min(xu, yu) < 4 else _along_k(p, views, positions, epilogue, v, (xu, yu))
+    xu, yu = piece_width(operands[positions[0]][0], 2, v), piece_width(operands[positions[1]][0], 1, v)
+    return None if min(xu, yu) < 4 else _along_k(p, operands, positions, epilogue, v, (xu, yu))
 
 
 def _tile(
-    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+    p: dict[str, int], operands: tuple[Operand, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
 ) -> _Made | None:
-    x, y, _ = (views[position] for position in positions)
+    x, y, _ = (operands[position][0] for position in positions)
     steps, inner = y.run(1), y.axis_modes(2)
     if not 4 <= steps < p["v"] or p["v"] % steps or not inner or inner[-1].stride != steps:
         return None
     columns, xu = p["v"] // steps, piece_width(x, 2, steps)
     if inner[-1].extent % columns or p["nr"] % columns or xu < 4:
         return None
-    return _along_k(p, views, positions, epilogue, steps, (xu, steps))
+    return _along_k(p, operands, positions, epilogue, steps, (xu, steps))
 
 
 def _along_k(
     p: dict[str, int],
-    views: tuple[Layout, ...],
+    operands: tuple[Operand, ...],
     positions: tuple[int, int, int],
     epilogue: Epilogue | None,
     steps: int,
     pieces: tuple[int, int],
 ) -> _Made | None:
     """Vectors of ``steps`` along k (times columns, where that is less than a vector), read in ``pieces`` of X and Y."""
-    x, y, z = (views[position] for position in positions)
+    roles = [operands[position] for position in positions]
+    x, y, z = (layout for layout, _ in roles)
+    views = tuple(layout for layout, _ in operands)
     (xu, yu), mr, nr, v = pieces, p["mr"], p["nr"], p["v"]
     k, kt, columns = x.shape[2], inner_tile(x, y), v // steps
     if k < steps:
@@ -303,24 +310,25 @@ def _along_k(
         **_k_loop(x, y, kt, steps, 2 if kt >= 2 * steps else 1),
     }
     preamble = [
-        compose_load("XLOAD", x, 1, steps, xu, True, axis=2, repeat=columns, image=x_image),
-        compose_load("YLOAD", y, 1, v, yu, True, axis=1, image=y_image)
+        compose_load("XLOAD", roles[0], 1, steps, xu, True, axis=2, repeat=columns, image=x_image),
+        compose_load("YLOAD", roles[1], 1, v, yu, True, axis=1, image=y_image)
         if columns == 1
-        else f"#define YLOAD(p) vload{v}(0,p)",
+        else f"#define YLOAD(p) {load_c(roles[1][1], v, 'p', False)}",
         *(lane_sums(v) if columns == 1 else group_sums(v, columns)),
     ]
     if epilogue:
         preamble.append(epilogue.code(views, zu))
         defines |= epilogue.defines(zu, epilogue.is_rolled(mr * nr, zu, tiling.fat))
     elif zu > 1:
-        preamble.append(compose_store(z, 4, 4))
+        preamble.append(compose_store(roles[2], 4, 4))
     return "contraction_dot", tiling, nest, defines, "\n".join(preamble), images
 
 
 def _any(
-    p: dict[str, int], views: tuple[Layout, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
+    p: dict[str, int], operands: tuple[Operand, ...], positions: tuple[int, int, int], epilogue: Epilogue | None
 ) -> _Made:
-    x, _, z = (views[position] for position in positions)
+    views = tuple(layout for layout, _ in operands)
+    x, z = views[positions[0]], views[positions[2]]
     tiling = Tiling(z.shape, p["mr"], p["nr"], 1, 1, p["gr"], p["gc"])
     finish = epilogue.finish(views, 1) if epilogue else plain_finish(positions[2], 1)
     nest = any_nest(tiling, positions[:2], x.shape[2], finish)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from kernels.memory_c import load_c, store_c
 from layoutopt.layout import Layout
 
 __all__ = [
+    "Operand",
     "axis_offset",
     "compose_load",
     "compose_store",
@@ -17,6 +19,9 @@ __all__ = [
     "y_edge",
     "y_pieces",
 ]
+
+Operand = tuple[Layout, str]
+"""Layout and dtype."""
 
 
 @lru_cache(maxsize=1 << 13)
@@ -38,14 +43,10 @@ def axis_offset(layout: Layout, axis: int, i: int) -> int:
     return offset
 
 
-def _load(layout: Layout, axis: int, width: int, pointer: str, image: bool = False) -> str:
+def _load(layout: Layout, dtype: str, axis: int, width: int, pointer: str, image: bool = False) -> str:
     if image:  # see kernels/source.py: what adds to a pointer adds to the place in an image
         return f"texel({pointer})"
-    if width == 1:
-        return f"(*({pointer}))"
-    if layout.alignment(axis) % width == 0:
-        return f"(*(__global const float{width}*)({pointer}))"
-    return f"vload{width}(0,{pointer})"
+    return load_c(dtype, width, pointer, layout.alignment(axis) % width == 0)
 
 
 def _join(v: int, parts: list[str]) -> str:
@@ -55,7 +56,7 @@ def _join(v: int, parts: list[str]) -> str:
 @lru_cache(maxsize=1 << 13)
 def compose_load(
     name: str,
-    layout: Layout,
+    operand: Operand,
     vectors: int,
     v: int,
     u: int,
@@ -70,9 +71,10 @@ def compose_load(
     differ from the first one's by constants. Any other name gives an expression over a pointer, ``repeat`` times over.
     With ``image`` pieces of 4 are texels.
     """
+    layout, dtype = operand
     per, p = v // u, "p" if image else "(p)"
     if name != "LOAD_Y":
-        parts = [_load(layout, axis, u, f"{p}+{axis_offset(layout, axis, i * u)}", image) for i in range(per)]
+        parts = [_load(layout, dtype, axis, u, f"{p}+{axis_offset(layout, axis, i * u)}", image) for i in range(per)]
         return f"#define {name}(p) {_join(v * repeat, parts * repeat)}"
     vectors_text = []
     for j in range(vectors):
@@ -80,7 +82,7 @@ def compose_load(
             f"Y+yo[0]+(o)+{axis_offset(layout, axis, i * u)}" if constant else f"Y+yo[{i}]+(o)"
             for i in range(j * per, (j + 1) * per)
         ]
-        vectors_text.append(f"y[{j}]={_join(v, [_load(layout, axis, u, start, image) for start in starts])};")
+        vectors_text.append(f"y[{j}]={_join(v, [_load(layout, dtype, axis, u, start, image) for start in starts])};")
     return f"#define {name}(o) {''.join(vectors_text)}"
 
 
@@ -97,46 +99,47 @@ def y_pieces(y: Layout, v: int) -> int:
 
 
 @lru_cache(maxsize=1 << 13)
-def y_edge(y: Layout, vectors: int, v: int, u: int, image: bool = False) -> str:
+def y_edge(operand: Operand, vectors: int, v: int, u: int, image: bool = False) -> str:
     """``LOAD_Y_EDGE(o)``: as LOAD_Y, but the pieces lie wherever ``yo`` says, aligned or not."""
-    aligned = len(y.axis_modes(2)) > 1 or y.shape[2] % u == 0
+    y, dtype = operand
+    aligned = y.alignment(2) % u == 0 and (len(y.axis_modes(2)) > 1 or y.shape[2] % u == 0)
     per, text = v // u, []
     for j in range(vectors):
         starts = [f"Y+yo[{i}]+(o)" for i in range(j * per, (j + 1) * per)]
-        parts = [_load(y, 2, u, start, image) if aligned or u == 1 else f"vload{u}(0,{start})" for start in starts]
+        parts = [_load(y, dtype, 2, u, start, True) if image else load_c(dtype, u, start, aligned) for start in starts]
         text.append(f"y[{j}]={_join(v, parts)};")
     return f"#define LOAD_Y_EDGE(o) {''.join(text)}"
 
 
 @lru_cache(maxsize=1 << 13)
-def load_x(x: Layout, axis: int, width: int, image: bool = False) -> str:
+def load_x(operand: Operand, axis: int, width: int, image: bool = False) -> str:
     """``LOAD_X(x,i,o)``: vector load ``i`` of ``MR`` that fill ``x[r][step]`` for ``width`` steps from offset ``o``.
 
     Along k (axis 2) a load is one row's steps; along the rows (axis 1) it is ``width`` rows of one step, which at the
     border are read one by one; an image's texels, which do not cross it, are read whole.
     """
+    x, dtype = operand
     if axis == 2:
         lanes = "".join(f"(x)[i][{lane}]=x_.s{lane:x};" for lane in range(width))
-        load = _load(x, 2, width, "X+XOFF(i)+(o)", image)
+        load = _load(x, dtype, 2, width, "X+XOFF(i)+(o)", image)
         return f"#define LOAD_X(x,i,o) do{{const float{width} x_={load};{lanes}}}while(0)"
     row, step, at = f"(i)/{width}*{width}", f"(i)%{width}", f"(o)+(i)%{width}*XKS"
-    load = _load(x, 1, width, f"X+XOFF({row})+{at}", image)
+    load = _load(x, dtype, 1, width, f"X+XOFF({row})+{at}", image)
     lanes = "".join(f"(x)[{row}+{lane}][{step}]=x_.s{lane:x};" for lane in range(width))
     if image:
         return f"#define LOAD_X(x,i,o) do{{const float{width} x_={load};{lanes}}}while(0)"
-    single = "".join(f"(x)[{row}+{lane}][{step}]=X[XOFF({row}+{lane})+{at}];" for lane in range(width))
+    single = "".join(f"(x)[{row}+{lane}][{step}]=X_READ(XOFF({row}+{lane})+{at});" for lane in range(width))
     return f"#define LOAD_X(x,i,o) do{{if(edge){{{single}}}else{{const float{width} x_={load};{lanes}}}}}while(0)"
 
 
 @lru_cache(maxsize=1 << 13)
-def compose_store(z: Layout, v: int, u: int) -> str:
+def compose_store(operand: Operand, v: int, u: int) -> str:
     """``STORE_Z(v,b,r,c)``: a vector along c, stored in pieces of ``u``."""
-    aligned = z.alignment(2) % u == 0
+    z, dtype = operand
     parts = []
     for start in range(0, v, u):
         lanes = "v_" if u == v else "v_.s" + "".join(f"{lane:x}" for lane in range(start, start + u))
-        pointer = f"Z+ZI(b,r,(c)+{start})"
-        parts.append(f"*(__global float{u}*)({pointer})={lanes};" if aligned else f"vstore{u}({lanes},0,{pointer});")
+        parts.append(f"{store_c(dtype, u, lanes, f'Z+ZI(b,r,(c)+{start})', z.alignment(2) % u == 0)};")
     return f"#define STORE_Z(v,b,r,c) do{{const float{v} v_=(v);{''.join(parts)}}}while(0)"
 
 

@@ -16,7 +16,8 @@ from functools import lru_cache
 from kernels.expr_c import expr_flops, expr_function, needs_math, used_inputs
 from kernels.families.common import math_c
 from kernels.families.contraction_code import piece_width
-from kernels.spec import CTYPES, Kernel, OpSpec
+from kernels.memory_c import CTYPES
+from kernels.spec import Kernel, OpSpec
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
 
@@ -164,11 +165,11 @@ def _value(name: str, dtype: str, layout: Layout, width: int) -> str:
 
 def _store(name: str, layout: Layout, width: int, value: str) -> str:
     if width == 1:
-        return f"{name}_AT(b,r,c)={value};"
+        return f"{name}_STORE1({value},b,r,c);"
     piece = _piece(layout, width, store=True)
     parts = []
     for i in range(0, width, piece):
         lanes = value if piece == width else f"{value}.s" + "".join(f"{k:x}" for k in range(i, i + piece))
         place = f"b,r,(c)+{i}" if i else "b,r,c"
-        parts.append(f"{name}_AT({place})={lanes};" if piece == 1 else f"{name}_STORE{piece}({lanes},{place});")
+        parts.append(f"{name}_STORE{piece}({lanes},{place});")
     return "".join(parts)

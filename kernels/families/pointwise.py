@@ -16,8 +16,9 @@ from math import prod
 from kernels.expr_c import expr_flops, expr_function, needs_math, used_inputs
 from kernels.families.common import any_image, math_c, simplify
 from kernels.families.domain import Walk, fat_walk, thin_walk, walk_launch
+from kernels.memory_c import CTYPES
 from kernels.nest import Access, Index, Term
-from kernels.spec import CTYPES, DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
+from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout, Mode
 
 __all__ = ["POINTWISE", "Pointwise", "chunk_elems", "is_relayout"]
@@ -159,7 +160,7 @@ def _tile_step(spec: OpSpec, shape: Sequence[int], at: list[str], p: int, q: int
     lines += [call(f"Y0_STORE{size}", p, t, f"{row},") + ";" for t, row in enumerate(rows)]
     inner = ",".join({p: f"at{p}+u", q: f"at{q}+t"}.get(a, n) for a, n in enumerate(names))
     lines.append(f"}} else for (int t = 0; t < {size} && at{q} + t < {shape[q]}; ++t)")
-    lines.append(f"for (int u = 0; u < {size} && at{p} + u < {shape[p]}; ++u) Y0_AT({inner}) = X0_AT({inner});")
+    lines.append(f"for (int u = 0; u < {size} && at{p} + u < {shape[p]}; ++u) Y0_STORE1(X0_AT({inner}),{inner});")
     return " ".join(lines)
 
 
@@ -232,8 +233,7 @@ def _step(width: int, coords: list[str], names: Sequence[str], spec: OpSpec) -> 
             continue
         before.append(f"{CTYPES[spec.dtypes[spec.inputs + position]]}{suffix} r{position};")
         args.append(f"&r{position}")
-        store = f"{name}_STORE{width}(r{position},{at})" if width > 1 else f"{name}_AT({at}) = r{position}"
-        after.append(f"{store};")
+        after.append(f"{name}_STORE{width}(r{position},{at});")
     return f"{' '.join(before)} expr_{width}({', '.join(args)}); {' '.join(after)}"
 
 
