@@ -1,6 +1,6 @@
 """Contraction kernels beside the device's best matrix product, per shape, layout and variant.
 
-    python benchmarks/gemm.py [--squares] [--device NAME] [--budget SECONDS] [--json FILE] [--smoke]
+    python benchmarks/gemm.py [--squares] [--images] [--device NAME] [--budget SECONDS] [--json FILE] [--smoke]
 
 Peers: on a GPU cuBLAS through torch (TF32 off), on a CPU MKL through torch (numpy where torch is missing) and CLBlast
 on the same OpenCL device where its library is found. Without options the shapes are those of a small transformer's
@@ -11,6 +11,9 @@ machine disturbs all of them. With ``--budget`` the seconds are shared among the
 those that the device model promises most of first (``--device-model``, else generic facts), layout by layout, until
 half of a case's share is used; the ``--keep`` best of each layout then run in rounds for the other half. What was never
 built is counted in the table's title.
+
+With ``--images`` only kernels that read operands through images run, each beside the same kernel reading buffers, and
+a table says what that changes. They are those of a GPU, on whatever device.
 
 Times are of one launch by its events, and the mean over 10 launches back to back, enqueued behind a gate, from the
 first start to the last end. cuBLAS is timed by CUDA events around a CUDA graph of 10 calls, a CPU's peers by the host
@@ -24,9 +27,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -119,7 +124,7 @@ class Bench:
     """The device, and random data: one long stretch of numbers that every operand of every layout is a piece of."""
 
     def __init__(self, info: DeviceInfo, device_model: str | None, longest: int) -> None:
-        self.info, self.runtime = info, Runtime(info, profiling=True)
+        self.info, self.runtime, self.limits = info, Runtime(info, profiling=True), info.limits
         self.costs = CostModel(load(device_model) if device_model else uncalibrated(self.runtime))
         self.data = np.random.default_rng(0).standard_normal(longest, np.float32)
         self.buffers = [self.runtime.allocate(self.data.nbytes) for _ in range(2)]
@@ -157,16 +162,24 @@ def _offsets(layout: Layout) -> np.ndarray:
     return layout.linear_offsets().reshape(layout.shape)
 
 
-def candidates(bench: Bench, case: Case, chosen: dict[str, Make]) -> list[tuple[str, Kernel]]:
-    """Kernels of every layout in turn, the most promising of each first."""
+def candidates(bench: Bench, case: Case, chosen: dict[str, Make], images: bool) -> list[tuple[str, Kernel]]:
+    """Kernels of every layout in turn, the most promising of each first; with ``images`` only those with a twin."""
     b, m, k, n = case.shape
     spec = OpSpec("contraction", ((b, m, k), (b, k, n), (b, m, n)), ("float32",) * 3, 2)
     ranked = []
     for label, make in chosen.items():
-        found = kernels_for(spec, layouts_of(case, make), bench.info.limits)
+        found = kernels_for(spec, layouts_of(case, make), bench.limits)
+        if images:
+            twins = {buffer_label(x.variant.label) for x in found if x.launches[0].images}
+            found = [x for x in found if buffer_label(x.variant.label) in twins]
         found = [x for x in found if x.variant.name != "any" or b * m * k * n <= 1 << 22]
         ranked.append([(label, x) for x in sorted(found, key=lambda x: bench.costs.predict(x).total_ns)])
     return [part[i] for i in range(max(map(len, ranked), default=0)) for part in ranked if i < len(part)]
+
+
+def buffer_label(label: str) -> str:
+    """The label of the kernel that does the same with buffers."""
+    return re.sub(r",image=\d+", "", label.replace(".image", ""))
 
 
 def measure(
@@ -175,7 +188,7 @@ def measure(
     """Raw seconds of kernels and peers, interleaved; see the module for what ``share_s`` (infinite: all) leaves out."""
     began = time.perf_counter()
     _offsets.cache_clear()
-    listed = candidates(bench, case, chosen)
+    listed = candidates(bench, case, chosen, args.images)
     if share_s == float("inf"):
         bench.runtime.prepare((program_source(k, launch), k.variant.label) for _, k in listed for launch in k.launches)
     results: dict[str, Any] = {}
@@ -265,6 +278,22 @@ def summary(found: list[dict[str, Any]]) -> Table:
     return out
 
 
+def image_table(found: list[dict[str, Any]]) -> Table:
+    """Per case and layout: pairs of kernels, how much faster those with images are, and the best of either side."""
+    title = "reading through images: time of the same kernel with buffers over its time"
+    out = Table("case", "layout", "pairs", "least", "median", "most", "best of either", title=title)
+    for one in found:
+        for layout in dict.fromkeys(row["layout"] for row in one["rows"]):
+            times = {row["kernel"]: judged(row) for row in one["rows"] if row["layout"] == layout}
+            pairs = [(times[plain], t) for k, t in times.items() if (plain := buffer_label(k)) != k and plain in times]
+            if pairs:
+                ratios = [buffer / image for buffer, image in pairs]
+                best = min(buffer for buffer, _ in pairs) / min(image for _, image in pairs)
+                shown = (min(ratios), median(ratios), max(ratios), best)
+                out.add_row(f"{one['case']} {one['shape']}", layout, str(len(pairs)), *(f"{x:.2f}" for x in shown))
+    return out
+
+
 def record(info: DeviceInfo, found: list[dict[str, Any]], note: str) -> dict[str, Any]:
     """What was measured, on what."""
     versions = {"python": platform.python_version()}
@@ -296,6 +325,7 @@ def main() -> int:
     parser.add_argument("--sizes", default="", help="of --squares, comma-separated")
     parser.add_argument("--cases", default="", help="only cases whose name contains this")
     parser.add_argument("--layouts", default="", help="only layouts whose name contains one of these, comma-separated")
+    parser.add_argument("--images", action="store_true", help="kernels that read through images beside their twins")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="in all; without, everything runs every round")
     parser.add_argument("--keep", type=int, default=3, help="kernels of a layout that a budget keeps for the rounds")
@@ -322,6 +352,8 @@ def main() -> int:
             check_target(args.json)
         longest = max(layout.size_elems for c in cases for make in chosen.values() for layout in layouts_of(c, make))
         bench = Bench(info, args.device_model, longest)
+        if args.images:
+            bench.limits = replace(info.limits, kind="gpu")
         found: list[dict[str, Any]] = []
         console = Console(width=None if sys.stdout.isatty() else 140)
         console.print(f"device: {info.short}")
@@ -334,6 +366,8 @@ def main() -> int:
                 write_atomic(args.json, json.dumps(record(info, found, args.note), indent=1) + "\n")
         if not args.smoke:
             console.print(summary(found))
+            if args.images:
+                console.print(image_table(found))
     except LayoutOptError as error:
         print(f"gemm: {error}", file=sys.stderr)
         return 2
