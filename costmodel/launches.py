@@ -48,9 +48,11 @@ class Machine:
     wave_items: int
 
     @staticmethod
-    def of(limits: DeviceLimits, caches: tuple[CacheLevel, ...]) -> Machine:
-        """From a device model's limits and the caches that serve buffers; a missing level is like the one before."""
-        levels = [c for c in caches if c.serves in ("all", "buffer")] or [CacheLevel("assumed", 1 << 18)]
+    def of(limits: DeviceLimits, caches: tuple[CacheLevel, ...], serves: str = "buffer") -> Machine:
+        """From a device model's limits and the caches that serve buffers, or images; a missing level is like the one
+        before.
+        """
+        levels = [c for c in caches if c.serves in ("all", serves)] or [CacheLevel("assumed", 1 << 18)]
         near, middle, last = levels[0], levels[min(1, len(levels) - 1)], levels[-1]
         return Machine(
             (near.size_bytes, middle.size_bytes, last.size_bytes),

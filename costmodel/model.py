@@ -58,6 +58,7 @@ class CostModel:
         self.name = model.name
         self.hash = model.hash
         self.machine = Machine.of(model.limits, model.caches)
+        self._image_machine = Machine.of(model.limits, model.caches, "image")
         self._launch_ns = model.number("launch_s") * 1e9
         self._measured = {(m.variant, m.spec) for m in model.measurements.values()}
         units = self.machine.compute_units  # features are per compute unit, rates of the whole device
@@ -65,6 +66,8 @@ class CostModel:
         self._ns_per_memory_byte = units * 1e9 / model.number("memory_bytes_per_s")
         near = "cache_bytes_per_s" if "cache_bytes_per_s" in model.facts else "memory_bytes_per_s"
         self._ns_per_near_byte = units * 1e9 / model.number(near)
+        images = "texture_bytes_per_s" if "texture_bytes_per_s" in model.facts else near
+        self._ns_per_image_byte = units * 1e9 / model.number(images)
 
     def predict(self, kernel: Kernel) -> Cost:
         """The cost of one kernel (all its launches)."""
@@ -91,22 +94,30 @@ class CostModel:
         """Nanoseconds, launches left out, that the device's facts alone give for these features."""
         return max(self._roofline(values))
 
-    def _roofline(self, values: Sequence[float]) -> tuple[float, float]:
+    def _roofline(self, values: Sequence[float], images: bool = False) -> tuple[float, float]:
         flops, request_lines, memory_bytes = (values[i] for i in _ROOFLINE)
-        near = request_lines * self.machine.line_bytes * self._ns_per_near_byte
+        ns_per_byte = self._ns_per_image_byte if images else self._ns_per_near_byte
+        near = request_lines * self.machine.line_bytes * ns_per_byte
         return flops * self._ns_per_flop, max(memory_bytes * self._ns_per_memory_byte, near)
 
     def _items(self, kernel: Kernel) -> tuple[float, float, float]:
         # Kernels outlive cost models: a planner prices the same ones again after every calibration.
-        values = kernel.memo.get(self.machine)
+        images = _reads_images(kernel)
+        machine = self._image_machine if images else self.machine
+        values = kernel.memo.get(machine)
         if values is None:
-            values = kernel.memo[self.machine] = features(kernel, self.machine)
+            values = kernel.memo[machine] = features(kernel, machine)
         if self.model.constants:
             parts = predicted_ns(self.model.constants, _levels(kernel), values, FEATURES)
             compute = sum(parts.get(n, 0.0) for n in COMPUTE)
             launch = sum(parts.get(n, 0.0) for n in LAUNCH)
             return compute, sum(parts.values()) - compute - launch, launch
-        return (*self._roofline(values), 0.0)
+        return (*self._roofline(values, images), 0.0)
+
+
+def _reads_images(kernel: Kernel) -> bool:
+    """Whether a product reads both its operands through images; one that reads only one so is priced as if none."""
+    return len(kernel.launches[0].images) > 1
 
 
 def _levels(kernel: Kernel) -> tuple[str, ...]:

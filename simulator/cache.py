@@ -5,6 +5,8 @@ is nearest to a core. A private level exists once per core, a shared level once.
 to the next level (allocating there), from the last level to memory. Sets are indexed by line number modulo the number
 of sets, in which the most recently used line stands first.
 
+A level may serve only buffers, or only what is read through images; the other accesses pass it by.
+
 A *hit* is a line access served by the level, a *miss* one passed on, as in pycachesim.
 """
 
@@ -18,9 +20,12 @@ from numba import njit
 
 from layoutopt.errors import LayoutOptError
 
-__all__ = ["Hierarchy", "Level", "State", "line_access", "run_lines"]
+__all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines"]
 
 EMPTY = -1
+BUFFERS, IMAGES = 1, 2
+"""Ways through the hierarchy."""
+_SERVES = {"buffer": BUFFERS, "image": IMAGES, "all": BUFFERS | IMAGES}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Level:
         line_bytes: power of two.
         ways: associativity.
         shared: one for all cores rather than one per core.
+        serves: "all", "buffer" or "image".
     """
 
     name: str
@@ -40,6 +46,7 @@ class Level:
     line_bytes: int
     ways: int
     shared: bool = False
+    serves: str = "all"
 
     @property
     def sets(self) -> int:
@@ -53,7 +60,8 @@ class State(NamedTuple):
     Attributes:
         lines: int64, all sets of all levels end to end: ``2 * line number + dirty``, or EMPTY; within a set the most
             recent first.
-        geometry: int64 [levels, 5]: first entry, entries between cores (0 if shared), sets, ways, log2 of the line.
+        geometry: int64 [levels, 6]: first entry, entries between cores (0 if shared), sets, ways, log2 of the line,
+            the ways that pass it (bits BUFFERS and IMAGES).
     """
 
     lines: np.ndarray
@@ -87,7 +95,8 @@ class Hierarchy:
         for level in self.levels:
             entries = level.sets * level.ways
             apart = 0 if level.shared else entries
-            geometry.append((start, apart, level.sets, level.ways, level.line_bytes.bit_length() - 1))
+            shift = level.line_bytes.bit_length() - 1
+            geometry.append((start, apart, level.sets, level.ways, shift, _SERVES[level.serves]))
             start += entries * (1 if level.shared else self.cores)
         return State(np.full(start, EMPTY, dtype=np.int64), np.array(geometry, dtype=np.int64))
 
@@ -122,6 +131,9 @@ def _write_back(
     """A dirty line leaves ``level - 1``: write it to ``level``, on to memory if that evicts in turn."""
     levels = geometry.shape[0]
     while level < levels:
+        if not geometry[level, 5] & BUFFERS:
+            level += 1
+            continue
         _, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], True)
         if victim == EMPTY:
             return
@@ -137,6 +149,7 @@ def line_access(
     core: int,
     address: int,
     write: bool,
+    way: int,
     counts: np.ndarray,
     row: int,
     col: int,
@@ -149,15 +162,20 @@ def line_access(
         core: which core asks.
         address: byte address.
         write: store rather than load.
+        way: BUFFERS or IMAGES.
         counts: int64, increased in ``counts[row, col : col + 2 * levels + 2]``: hits and misses per level in turn, then
             bytes read from memory and bytes written to it.
         row: which row.
         col: first column.
     """
     levels = geometry.shape[0]
+    dirty = write
     for level in range(levels):
+        if not geometry[level, 5] & way:
+            continue
         # A store makes the nearest level's copy dirty; further levels are only read to fill it.
-        hit, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], write and level == 0)
+        hit, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], dirty)
+        dirty = False
         if victim != EMPTY:
             _write_back(lines, geometry, level + 1, core, victim << geometry[level, 4], counts, row, col)
         if hit:
@@ -170,7 +188,7 @@ def line_access(
 @njit(cache=True)
 def _run_lines(lines, geometry, core, addresses, writes, counts):  # noqa: ANN001 - compiled
     for i in range(addresses.size):
-        line_access(lines, geometry, core, addresses[i], writes[i], counts, 0, 0)
+        line_access(lines, geometry, core, addresses[i], writes[i], BUFFERS, counts, 0, 0)
 
 
 def run_lines(state: State, core: int, addresses: np.ndarray, writes: np.ndarray, counts: np.ndarray) -> None:

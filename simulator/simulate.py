@@ -93,19 +93,28 @@ class CacheReport:
     modelled: bool
 
 
-def hierarchy_of(model: DeviceModel) -> Hierarchy:
-    """The caches of a device model that every access passes, image-only caches left out.
+def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
+    """The caches of a device model.
+
+    Args:
+        model: states them.
+        images: with those that serve only what is read through images.
 
     Raises:
-        DeviceError: the model says nothing of its caches.
+        DeviceError: the model says nothing of its caches, or of none that both ways pass.
     """
     levels = tuple(
-        Level(c.name, c.sets * c.ways * c.line_bytes, c.line_bytes, c.ways, c.shared)
+        Level(c.name, c.sets * c.ways * c.line_bytes, c.line_bytes, c.ways, c.shared, c.serves)
         for c in model.caches
-        if c.serves != "image" and c.size_bytes
+        if (images or c.serves != "image") and c.size_bytes
     )
     if not levels:
         raise DeviceError(f"device model {model.name} lists no caches: add [[caches]] to it or calibrate the device")
+    if images and levels[-1].serves != "all":
+        raise DeviceError(
+            f"device model {model.name} has {levels[-1].name} last, which serves only {levels[-1].serves} accesses: "
+            "the last cache must serve all"
+        )
     return Hierarchy(levels, max(model.limits.compute_units, 1))
 
 
@@ -133,7 +142,7 @@ def simulate(
     """
     graph = planned_graph(plan, graph)
     steps = bind(graph, plan, model.limits)
-    hierarchy = hierarchy_of(model)
+    hierarchy = hierarchy_of(model, any(launch.images for step in steps for launch in step.kernel.launches))
     state = hierarchy.state()
     wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
     address = {slot.name: _PAGE + slot.offset_bytes for slot in plan.arena}

@@ -20,7 +20,7 @@ from kernels.nest import Data, Index, Loop, Phase
 from kernels.spec import Kernel, Launch
 from layoutopt.graph import DTYPES
 from layoutopt.layout import Layout
-from simulator.cache import State, line_access
+from simulator.cache import BUFFERS, IMAGES, State, line_access
 
 __all__ = ["Walk", "compile_launch", "walk"]
 
@@ -32,7 +32,8 @@ class _PhaseArrays:
     """One phase: loop extents, and per access its shape in flat arrays."""
 
     extents: np.ndarray  # [loops]
-    meta: np.ndarray  # [accesses, 8]: operand, width, axis, write, depth, first coordinate, coordinates, item bytes
+    # [accesses, 9]: operand, width, axis, write, depth, first coordinate, coordinates, item bytes, way to the caches
+    meta: np.ndarray
     coords: np.ndarray  # [coordinates, 6]: const, first term, terms, extent, first table entry, data operand or -1
     terms: np.ndarray  # [terms, 4]: variable, coef, div, mod
 
@@ -153,10 +154,12 @@ def _flatten(
                 coords.append((coordinate.const, start, count, shape[axis], entry, -1))
         depth = len(phase.loops) if access.depth < 0 else access.depth
         item = DTYPES[kernel.operand_dtype(access.operand)]
-        meta.append((access.operand, access.width, access.axis, access.write, depth, first, len(access.index), item))
+        way = IMAGES if access.operand in launch.images else BUFFERS
+        head = access.operand, access.width, access.axis, access.write, depth
+        meta.append((*head, first, len(access.index), item, way))
     return _PhaseArrays(
         np.array([loop.extent for loop in phase.loops], dtype=np.int64),
-        np.array(meta, dtype=np.int64).reshape(-1, 8),
+        np.array(meta, dtype=np.int64).reshape(-1, 9),
         np.array(coords, dtype=np.int64).reshape(-1, 6),
         np.array(terms, dtype=np.int64).reshape(-1, 4),
     )
@@ -245,13 +248,11 @@ def _walk_groups(
     variables = np.zeros(grid + n_loop, dtype=np.int64)
     lanes = np.zeros((wave, n_item), dtype=np.int64)
     lines = np.zeros(_MAX_LINES, dtype=np.int64)
-    near_sets, near_ways, near_shift = geometry[0, 2], geometry[0, 3], geometry[0, 4]
     items = 1
     for i in range(n_item):
         items *= item_extents[i]
     for group in range(first_group, last_group):
         core = group % cores
-        near_start = geometry[0, 0] + core * geometry[0, 1]
         rest = group
         for i in range(n_group - 1, -1, -1):
             variables[i] = rest % group_extents[i]
@@ -287,7 +288,12 @@ def _walk_groups(
                             continue
                         # One instruction over the lanes of a wave: the distinct lines are touched once each.
                         operand, vector, axis = meta[a, 0], meta[a, 1], meta[a, 2]
-                        first, n_coords, item_bytes = meta[a, 5], meta[a, 6], meta[a, 7]
+                        first, n_coords, item_bytes, way = meta[a, 5], meta[a, 6], meta[a, 7], meta[a, 8]
+                        near = 0  # the first level on its way
+                        while not geometry[near, 5] & way:
+                            near += 1
+                        near_sets, near_ways, near_shift = geometry[near, 2], geometry[near, 3], geometry[near, 4]
+                        near_start = geometry[near, 0] + core * geometry[near, 1]
                         found = 0
                         asked = 0
                         for lane in range(width):
@@ -349,9 +355,10 @@ def _walk_groups(
                         for k in range(found):
                             line = lines[k]
                             if not write and cached[near_start + (line % near_sets) * near_ways] >> 1 == line:
-                                counts[operand, 3] += 1  # the line this set touched last: nothing moves
+                                counts[operand, 3 + 2 * near] += 1  # the line this set touched last: nothing moves
                             else:
-                                line_access(cached, geometry, core, line << near_shift, write, counts, operand, 3)
+                                address = line << near_shift
+                                line_access(cached, geometry, core, address, write, way, counts, operand, 3)
                 if advance < 0:
                     break
                 variables[grid + advance] += 1

@@ -5,6 +5,7 @@ Planning offers them for GPUs only. Here they are enumerated for a GPU that is n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
@@ -12,6 +13,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from costmodel.device import dumps, load, loads
+from costmodel.model import CostModel
 from costmodel.runner import Bench
 from kernels import reference
 from kernels.bind import bind
@@ -24,11 +27,13 @@ from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, OpSpec
 from kernels.testing import check_kernels
 from kernels.variants import kernels_for
+from layoutopt import planner
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout, Mode
 from layoutopt.passes import run_passes
 from layoutopt.plan import ArenaSlot
+from simulator.simulate import simulate
 from tests.graphs import linear_step, random_values
 from tests.plans import naive_plan, r_tile, row_major
 from tests.test_kernels_epilogue import BY_M, PROGRAMS, case
@@ -261,6 +266,58 @@ def test_an_image_that_is_too_long_is_refused(device_index: int) -> None:
     buffer = runtime.allocate(1024)
     with pytest.raises(DeviceError, match="refuses an image of 65 texels over a buffer"):
         runtime.image(buffer, 65)
+
+
+# ---- what they are taken to cost ------------------------------------------------------------------------------------
+
+
+def plain_label(label: str) -> str:
+    """Of the kernel that does the same with buffers."""
+    return re.sub(r",image=\d+", "", label.replace(".image", ""))
+
+
+def test_a_phone_is_planned_with_images() -> None:
+    """By the facts of an Adreno: buffers pass its first cache by, and textures are read many times as fast."""
+    phone = load("adreno-740")
+    blind = replace(phone, limits=replace(phone.limits, image_max_buffer_texels=0))
+    costs = CostModel(phone)
+    spec = spec_of((1, 512, 384, 512))
+    layouts = tuple(map(ROWS, spec.shapes))
+    priced = {k.variant.label: costs.predict(k).memory_ns for k in kernels_for(spec, layouts, phone.limits)}
+    both = {k.variant.label for k in image_kernels(spec, layouts, phone.limits) if len(k.launches[0].images) == 2}
+    one = {k.variant.label for k in image_kernels(spec, layouts, phone.limits)} - both
+    assert both
+    assert all(priced[label] < priced[plain_label(label)] for label in both)
+    assert all(priced[label] == priced[plain_label(label)] for label in one)
+    graph = step()
+    made = planner.plan(graph, costs, "rowmajor")
+    assert any(".image(" in planned.variant for planned in made.ops)
+    report = simulate(graph, made, phone)
+    assert report.levels == ("texture L1", "L2")
+    assert report.total.hits[0] + report.total.misses[0] > 0
+    assert simulate(graph, planner.plan(graph, CostModel(blind), "rowmajor"), blind).levels == ("L2",)
+
+
+def test_devices_without_a_texture_cache_price_images_like_buffers() -> None:
+    model = load("generic-cpu")
+    gpu = replace(model, limits=replace(PHONE, compute_units=model.limits.compute_units))
+    costs = CostModel(gpu)
+    spec = spec_of((1, 128, 64, 128))
+    priced = {k.variant.label: costs.predict(k) for k in kernels_for(spec, tuple(map(ROWS, spec.shapes)), gpu.limits)}
+    images = [label for label in priced if ".image" in label]
+    assert images
+    assert all(priced[label] == priced[plain_label(label)] for label in images)
+
+
+def test_models_without_the_entry_keep_their_hash() -> None:
+    """Plans made before devices were asked for images over buffers still apply."""
+    model = load("generic-cpu")
+    assert not model.limits.image_max_buffer_texels
+    text = dumps(model)
+    older = "\n".join(line for line in text.splitlines() if "image_max_buffer_texels" not in line)
+    assert older != text
+    assert loads(older).hash == model.hash
+    assert replace(model, limits=replace(model.limits, image_max_buffer_texels=65536)).hash != model.hash
 
 
 # ---- where they are offered, and accepted ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,10 @@ def kernel_of(layouts: tuple[Layout, ...], nest: Nest, dtypes: tuple[str, ...] |
     return Kernel(spec, KernelVariant("test", "test"), layouts, (launch,)), launch
 
 
+TEXTURE = Level("texture L1", 2 * 1 * LINE, LINE, 1, serves="image")
+BUFFERED = Level("L1", 8 * 4 * LINE, LINE, 4, serves="buffer")
+
+
 def counters(
     layouts: tuple[Layout, ...],
     nest: Nest,
@@ -37,9 +42,11 @@ def counters(
     wave: int = 1,
     ids: dict[int, np.ndarray] | None = None,
     dtypes: tuple[str, ...] | None = None,
+    images: tuple[int, ...] = (),
 ) -> np.ndarray:
     """Counters per operand; operands lie a mebibyte apart."""
     kernel, launch = kernel_of(layouts, nest, dtypes)
+    launch = replace(launch, images=images)
     walked = compile_launch(kernel, launch, ids or {})
     counts = np.zeros((len(layouts), 3 + 2 * len(hierarchy.levels) + 2), dtype=np.int64)
     addresses = np.arange(len(layouts), dtype=np.int64) << 20
@@ -145,6 +152,46 @@ class TestWalk:
         nest = Nest((Loop("g", 4, "group"),), (Phase((), (at(0, 0),)),))
         counts = counters((Layout.row_major((16,)),), nest, Hierarchy((L1, L2), cores=2))[0]
         assert list(counts[3:7]) == [2, 2, 1, 1]  # each core misses once; the shared level once in all
+
+
+class TestImages:
+    """Two operands read alike, four times over: one through an image, one from a buffer."""
+
+    NEST = Nest(
+        (Loop("g", 1, "group"),),
+        (
+            Phase(
+                (Loop("again", 4), Loop("i", 64)),
+                (at(0, index(i=4), width=4), at(1, index(i=4), width=4)),
+            ),
+        ),
+    )
+    LAYOUTS = (Layout.row_major((256,)),) * 2  # 16 lines each, and 64 vectors of a quarter of a line
+
+    def test_each_has_a_first_level_of_its_own(self):
+        hierarchy = Hierarchy((BUFFERED, TEXTURE, L2))
+        counts = counters(self.LAYOUTS, self.NEST, hierarchy, images=(0,))
+        # The buffer's 16 lines stay in 32; the image's are gone from 2 when they are met again. Both meet the L2 once.
+        assert list(counts[0, 3:]) == [0, 0, 4 * 48, 4 * 16, 3 * 16, 16, 16 * LINE, 0]
+        assert list(counts[1, 3:]) == [4 * 64 - 16, 16, 0, 0, 0, 16, 16 * LINE, 0]
+
+    def test_buffers_pass_the_texture_cache_by(self):
+        """As on Adreno, where they begin at the shared level."""
+        counts = counters(self.LAYOUTS, self.NEST, Hierarchy((TEXTURE, L2)), images=(0,))
+        assert list(counts[0, 3:7]) == [4 * 48, 4 * 16, 3 * 16, 16]
+        assert list(counts[1, 3:7]) == [0, 0, 4 * 64 - 16, 16]
+
+    def test_no_image_no_difference(self):
+        plain = counters(self.LAYOUTS, self.NEST, Hierarchy((L1, L2)))
+        with_texture = counters(self.LAYOUTS, self.NEST, Hierarchy((BUFFERED, TEXTURE, L2)))
+        assert not with_texture[:, 5:7].any()
+        np.testing.assert_array_equal(plain, np.delete(with_texture, [5, 6], axis=1))
+
+    def test_dirty_lines_are_not_written_to_a_texture_cache(self):
+        one = Level("L1", LINE, LINE, 1, serves="buffer")
+        nest = Nest((Loop("g", 1, "group"),), (Phase((Loop("i", 16),), (at(0, index(i=16), write=True),)),))
+        counts = counters((Layout.row_major((256,)),), nest, Hierarchy((one, TEXTURE, L2)))[0]
+        assert list(counts[3:9]) == [0, 16, 0, 0, 0, 16]
 
 
 def slow_lru(addresses: list[int], sets: int, ways: int) -> tuple[int, int]:
