@@ -348,12 +348,14 @@ def main() -> int:
     began = time.perf_counter()
     try:
         info = pick(args.device)
+        if args.images and not info.image_max_buffer_texels:
+            raise DeviceError(f"device {info.label} has no images over buffers: leave --images out")
         if args.json:
             check_target(args.json)
         longest = max(layout.size_elems for c in cases for make in chosen.values() for layout in layouts_of(c, make))
         bench = Bench(info, args.device_model, longest)
         if args.images:
-            bench.limits = replace(info.limits, kind="gpu")
+            bench.limits = replace(info.limits, kind="gpu", image_max_buffer_texels=info.image_max_buffer_texels)
         found: list[dict[str, Any]] = []
         console = Console(width=None if sys.stdout.isatty() else 140)
         console.print(f"device: {info.short}")

@@ -30,6 +30,7 @@ class DeviceInfo:
         inf_nan: float32 knows infinities and NaN.
         fma: fused multiply-add is fast enough that the driver declares it.
         image_max_array: layers of an image array.
+        image_max_buffer_texels: length of an image over a buffer, whether or not ``limits`` want kernels to use it.
         timer_resolution_ns: of profiling events.
         note: what was done so that this driver works at all; empty as a rule.
         handle: the driver's object.
@@ -48,6 +49,7 @@ class DeviceInfo:
     inf_nan: bool
     fma: bool
     image_max_array: int
+    image_max_buffer_texels: int
     timer_resolution_ns: int
     note: str = ""
     handle: Any = field(default=None, compare=False, repr=False)

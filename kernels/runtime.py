@@ -34,6 +34,10 @@ BUILD_OPTIONS = "-cl-std=CL1.2 -cl-mad-enable"
 _SECTIONS = 64
 """Sources in one program of ``prepare``: few enough that a change of one does not build everything again."""
 
+_TEXTURE_CACHE_VENDORS = frozenset(("qualcomm", "arm"))
+"""Makers of GPUs in which images pass a cache that buffers do not. Elsewhere both take one way, or nobody has shown
+that images are faster: kernels that read through them would be more to plan and to measure."""
+
 DEVICE_ENV = "LAYOUTOPT_DEVICE"
 DUMP_ENV = "LAYOUTOPT_DUMP"
 
@@ -102,6 +106,7 @@ def _describe(cl: Any, platform: Any, device: Any, index: int) -> DeviceInfo:
     bits = cl.device_fp_config
     named = name_generic_cpu(device.int_ptr, platform.version)
     images = bool(device.image_support)
+    image_texels = _optional(device, "image_max_buffer_size") if images else 0
     return DeviceInfo(
         index=index,
         platform=platform.name.strip(),
@@ -123,16 +128,22 @@ def _describe(cl: Any, platform: Any, device: Any, index: int) -> DeviceInfo:
             image_support=images,
             image_max_width=device.image2d_max_width if images else 0,
             image_max_height=device.image2d_max_height if images else 0,
-            image_max_buffer_texels=_optional(device, "image_max_buffer_size") if images else 0,
+            image_max_buffer_texels=image_texels if _has_texture_cache(platform, device) else 0,
         ),
         denormals=bool(flags & bits.DENORM),
         inf_nan=bool(flags & bits.INF_NAN),
         fma=bool(flags & bits.FMA),
         image_max_array=_optional(device, "image_max_array_size"),
+        image_max_buffer_texels=image_texels,
         timer_resolution_ns=device.profiling_timer_resolution,
         note=f"PoCL's LLVM does not know this processor; it compiles for {named}" if named else "",
         handle=device,
     )
+
+
+def _has_texture_cache(platform: Any, device: Any) -> bool:
+    words = f"{platform.vendor} {device.vendor}".casefold().replace("(", " ").split()
+    return not _TEXTURE_CACHE_VENDORS.isdisjoint(words)
 
 
 def _optional(device: Any, key: str) -> int:
@@ -416,7 +427,7 @@ class Runtime:
     def _no_image(self, texels: int, error: Exception) -> DeviceError:
         return DeviceError(
             f"device {self.info.label} refuses an image of {texels} texels over a buffer (at most "
-            f"{self.limits.image_max_buffer_texels}): {_first_line(error)}; plan for this device"
+            f"{self.info.image_max_buffer_texels}): {_first_line(error)}; plan for this device"
         )
 
     # ---- launches ---------------------------------------------------------------------------------------------------

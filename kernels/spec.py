@@ -40,7 +40,8 @@ class DeviceLimits:
         base_align_bytes: alignment that sub-buffers need.
         simd_width: float32 lanes of a native vector (CPU) or lanes of a wave (GPU).
         image_support: whether 2-D float images exist, and their limits in texels.
-        image_max_buffer_texels: length of an image over a buffer (``image1d_buffer_t``); 0: there are none.
+        image_max_buffer_texels: length of an image over a buffer (``image1d_buffer_t``) for kernels to read through;
+            0: there are none, or nothing is gained by them.
     """
 
     kind: str = "cpu"

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from kernels.execute import Executor
 from kernels.families.contraction import CONTRACTION
 from kernels.families.contraction_image import image_variants, in_texels
 from kernels.group import alike_steps
-from kernels.runtime import Runtime, devices
+from kernels.runtime import Runtime, _has_texture_cache, devices
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, OpSpec
 from kernels.testing import check_kernels
@@ -78,7 +79,7 @@ def image_kernels(spec: OpSpec, layouts: Iterable[Layout], limits: DeviceLimits 
 def check(device_index: int, kernels: list[Kernel]) -> None:
     """Kernels of one spec and layouts against the float64 interpreter."""
     info = devices()[device_index]
-    if not info.limits.image_max_buffer_texels:
+    if not info.image_max_buffer_texels:
         pytest.skip(f"{info.label} has no images over buffers")
     spec, layouts = kernels[0].spec, kernels[0].layouts
     inputs = epilogue_arrays(spec, layouts)
@@ -215,7 +216,7 @@ def step() -> TrainingGraph:
 def test_a_plan_runs(device_index: int, pick_layout: Callable, reuse: bool) -> None:
     """Steps whose products read through images the buffers that other kernels have written, or the host."""
     runtime, graph = Runtime(devices()[device_index]), step()
-    if not runtime.limits.image_max_buffer_texels:
+    if not runtime.info.image_max_buffer_texels:
         pytest.skip(f"{runtime.info.label} has no images over buffers")
     limits = replace(PHONE, base_align_bytes=runtime.limits.base_align_bytes)
     plan = naive_plan(graph, limits, pick_layout, prefer_images, reuse=reuse)
@@ -251,7 +252,7 @@ def test_equal_kernels_are_not_stacked() -> None:
 
 def test_measuring(device_index: int) -> None:
     runtime = Runtime(devices()[device_index])
-    if not runtime.limits.image_max_buffer_texels:
+    if not runtime.info.image_max_buffer_texels:
         pytest.skip(f"{runtime.info.label} has no images over buffers")
     bench = Bench(runtime, arena_bytes=4 << 20)
     spec = spec_of((1, 20, 24, 36))
@@ -336,6 +337,27 @@ def test_only_gpus_with_images_over_buffers_are_offered_them() -> None:
     for limits in without:
         assert not {v.name for v in CONTRACTION.variants(spec, limits)} & NAMES
         assert not list(image_variants(plain, limits))
+
+
+@pytest.mark.parametrize(
+    ("platform", "device", "offered"),
+    [
+        ("QUALCOMM", "QUALCOMM", True),
+        ("ARM", "ARM", True),
+        ("Mesa/X.org", "Qualcomm", True),
+        ("NVIDIA Corporation", "NVIDIA Corporation", False),
+        ("Intel(R) Corporation", "Intel(R) Corporation", False),
+        ("The pocl project", "GenuineIntel", False),
+    ],
+)
+def test_planning_is_offered_them_where_images_have_a_cache(platform: str, device: str, offered: bool) -> None:
+    assert _has_texture_cache(SimpleNamespace(vendor=platform), SimpleNamespace(vendor=device)) == offered
+
+
+def test_devices_here_say_how_long_their_images_are(device_index: int) -> None:
+    info = devices()[device_index]
+    assert info.limits.image_max_buffer_texels in (0, info.image_max_buffer_texels)
+    assert not info.limits.image_support or info.image_max_buffer_texels >= 65536, "the least that OpenCL 1.2 allows"
 
 
 def test_labels_name_the_longest_image() -> None:
