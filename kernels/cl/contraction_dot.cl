@@ -3,14 +3,12 @@
 // KV x Q block is one vector (tile); X's KV steps are then repeated Q times. XLOAD and YLOAD read a vector in the pieces that
 // are contiguous. KT is a multiple of KV, and inside KT a vector is XKS or YKS elements after the one before. What is left of K
 // is added one by one. Tiles at the border clamp the rows and columns they load and predicate what they store.
-// With an epilogue FINISH (ZU sums) and FINISH1 run it and store its results; ROLLED: in a loop, for it is long.
+// With an epilogue FINISH (ZU sums of each of ZG rows) and FINISH1 run it and store its results; ROLLED: in a loop, for it is
+// long.
 
 #ifndef EPILOGUE
 #define MORE_ARGS
 #define MORE
-#define FINISH1(v, b, r, c) Z_STORE1(v, b, r, c)
-#define FINISH(v, b, r, c) STORE_Z(v, b, r, c)
-#define ROLLED 0
 #endif
 
 inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const int c0, const int edge) {
@@ -35,13 +33,8 @@ inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const
 #pragma unroll
         for (int c = 0; c < NR / Q; ++c) acc[r][c] = (VT)(0.0f);
 
-#if ROLLED
+#ifdef EPILOGUE
     float out[MR * NR];
-#endif
-#if ZU == 4
-#define SUMS(s, c) (float4)((s)[c], (s)[(c) + 1], (s)[(c) + 2], (s)[(c) + 3])
-#else
-#define SUMS(s, c) (float2)((s)[c], (s)[(c) + 1])
 #endif
 #define STEP(xk, yk) \
     do { \
@@ -86,38 +79,44 @@ inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const
             for (int c = 0; c < NR; ++c) sum[c] += x * Y_READ(YOFF(c / Q) + YI(0, k, c % Q) - YI(0, 0, 0));
         }
 #endif
-#if ROLLED
+#ifdef EPILOGUE
 #pragma unroll
-        for (int c = 0; c < NR; ++c) out[r * NR + c] = sum[c] * ALPHA;
+        for (int c = 0; c < NR; ++c) out[r * NR + c] = sum[c];
 #else
         if (edge && r0 + r >= RN) continue;
-#if ZU > 1
+#if ZU == 4
         if (!edge || c0 + NR <= CN) {
 #pragma unroll
-            for (int c = 0; c < NR; c += ZU) FINISH(SUMS(sum, c) * ALPHA, b, r0 + r, c0 + c);
+            for (int c = 0; c < NR; c += 4) {
+                const float4 z = (float4)(sum[c], sum[c + 1], sum[c + 2], sum[c + 3]) * ALPHA;
+                STORE_Z(z, b, r0 + r, c0 + c);
+            }
             continue;
         }
 #endif
 #pragma unroll
         for (int c = 0; c < NR; ++c)
-            if (!edge || c0 + c < CN) FINISH1(sum[c] * ALPHA, b, r0 + r, c0 + c);
+            if (!edge || c0 + c < CN) Z_STORE1(sum[c] * ALPHA, b, r0 + r, c0 + c);
 #endif
     }
+#ifdef EPILOGUE
 #if ROLLED
-    const int rows = edge ? min(MR, RN - r0) : MR;
-#pragma unroll 1
-    for (int r = 0; r < rows; ++r) {
-#if ZU > 1
-        if (!edge || c0 + NR <= CN) {
-#pragma unroll 1
-            for (int c = 0; c < NR; c += ZU) FINISH(SUMS(out + r * NR, c), b, r0 + r, c0 + c);
-            continue;
-        }
+#define TURN _Pragma("unroll 1")
+#else
+#define TURN _Pragma("unroll")
 #endif
-        const int columns = edge ? min(NR, CN - c0) : NR;
-#pragma unroll 1
-        for (int c = 0; c < columns; ++c) FINISH1(out[r * NR + c], b, r0 + r, c0 + c);
+    if (!edge) {
+        TURN for (int r = 0; r < MR; r += ZG) {
+            TURN for (int c = 0; c < NR; c += ZU) FINISH(SUMS(r, c) * ALPHA, b, r0 + r, c0 + c);
+        }
+        return;
     }
+    // Value by value, in a loop that stays a loop: unrolled and predicated it would be most of the program.
+    const int rows = min(MR, RN - r0), columns = min(NR, CN - c0);
+#pragma unroll 1
+    for (int r = 0; r < rows; ++r)
+#pragma unroll 1
+        for (int c = 0; c < columns; ++c) FINISH1(out[r * NR + c] * ALPHA, b, r0 + r, c0 + c);
 #endif
 }
 

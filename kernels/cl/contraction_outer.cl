@@ -5,7 +5,14 @@
 // elements, so that the inner loop's strides are constants whatever the layout. LOAD_Y reads a row of vectors in the pieces
 // that are contiguous. Tiles at the border read rows and pieces that exist instead of those that don't (a piece across the
 // border is moved back to end there, or ends in its tile's padding) and store value by value; k is never overrun.
-// With an epilogue FINISH and FINISH1 run it on sums and store its results; ROLLED: in a loop, for it is long.
+// With an epilogue FINISH and FINISH1 run it on sums and store its results; ROLLED: in a loop, for it is long. AHEAD asks for
+// what the epilogue will read of a row: one row in each tile of KT, since caches take few requests at once.
+
+#ifdef __clang__  // whose OpenCL libraries for CPUs leave prefetch() empty
+#define ASK(p) __builtin_prefetch(p)
+#else
+#define ASK(p) prefetch(p, 1)
+#endif
 
 #ifndef EPILOGUE
 #define MORE_ARGS
@@ -49,6 +56,9 @@ inline void tile(X_ARG, Y_ARG, Z_ARG MORE_ARGS, const int b, const int r0, const
 
     for (int k0 = 0; k0 < KMAIN; k0 += KT) {
         const int xk = XI(0, 0, k0) - XI(0, 0, 0), yk = YI(0, k0, 0) - YI(0, 0, 0);
+#ifdef AHEAD
+        if (!edge && k0 < MR * KT) AHEAD(b, r0 + k0 / KT, c0);
+#endif
 #if XV == 1
 #pragma unroll KU
         for (int k = 0; k < KT; ++k) STEP(xk + k * XKS, yk + k * YKS);

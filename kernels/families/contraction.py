@@ -209,6 +209,9 @@ def _outer(
     zu = piece_width(z, 2, v)
     zu = zu if zu >= 4 else 1
     tiling = Tiling(z.shape, mr, nv * v, p["t"], p["s"], p["gr"], p["gc"])
+    ahead = epilogue.ahead(views, nv * v) if epilogue and tiling.fat else ""
+    if ahead and kt == k:
+        kt = max(k // mr // 4 * 4, min(k, 4))
     main = k // kt * kt if kt < k else k // xv * xv
     finish = epilogue.finish(views, v) if epilogue else plain_finish(positions[2], zu)
     nest = outer_nest(tiling, positions[:2], k, (main, xv, x_axis), yu, finish)
@@ -231,7 +234,7 @@ def _outer(
         f"#define VSTORE(z,p) {f'vstore{v}(z,0,p)' if v > 1 else '(p)[0]=(z)'}",
     ]
     if epilogue:
-        preamble += [f"#define VLOAD(p) {f'vload{v}(0,p)' if v > 1 else '(p)[0]'}", epilogue.code(views, v)]
+        preamble += [f"#define VLOAD(p) {f'vload{v}(0,p)' if v > 1 else '(p)[0]'}", epilogue.code(views, v), ahead]
         defines |= epilogue.defines(v, epilogue.is_rolled(mr * nv * v, v, tiling.fat))
     elif zu > 1:
         preamble.append(compose_store(roles[2], v, zu))
@@ -294,7 +297,10 @@ def _along_k(
         kt = steps
         if not (separable(x, 2, steps) and separable(y, 1, steps)):
             return None
-    zu = 4 if nr % 4 == 0 and (epilogue or z.vectorizes(2, 4)) else 2 if nr % 2 == 0 and epilogue else 1
+    zu, zg = (4 if nr % 4 == 0 and z.vectorizes(2, 4) else 1), 1
+    if epilogue:
+        zu = min(nr & -nr, v)
+        zg = min(mr & -mr, v // zu)
     tiling = Tiling(z.shape, mr, nr, p["t"], p["s"], p["gr"], p["gc"])
     finish = epilogue.finish(views, zu) if epilogue else plain_finish(positions[2], zu)
     nest = dot_nest(tiling, positions[:2], k, steps, (xu, yu), finish)
@@ -305,6 +311,7 @@ def _along_k(
         "V": v,
         "VT": _vector(v),
         "ZU": zu,
+        "ZG": zg,
         "XSEP": int(columns == 1 and separable(x, 1, mr)),
         "YSEP": int(separable(y, 2, nr)),
         **_k_loop(x, y, kt, steps, 2 if kt >= 2 * steps else 1),
@@ -317,11 +324,23 @@ def _along_k(
         *(lane_sums(v) if columns == 1 else group_sums(v, columns)),
     ]
     if epilogue:
-        preamble.append(epilogue.code(views, zu))
-        defines |= epilogue.defines(zu, epilogue.is_rolled(mr * nr, zu, tiling.fat))
+        rolled = epilogue.is_rolled(mr * nr, zu * zg, tiling.fat)
+        preamble += [_sums(zg, zu, rolled), epilogue.code(views, zu, zg)]
+        defines |= epilogue.defines(zu * zg, rolled)
     elif zu > 1:
         preamble.append(compose_store(roles[2], 4, 4))
     return "contraction_dot", tiling, nest, defines, "\n".join(preamble), images
+
+
+def _sums(rows: int, columns: int, rolled: bool) -> str:
+    """``SUMS(r,c)``: sums of some rows as one vector; by name, so that they stay in registers, but not in a loop."""
+    starts = [f"((r)+{row})*NR+(c)" for row in range(rows)]
+    if rolled and columns > 1:
+        parts = [f"vload{columns}(0,out+{start})" for start in starts]
+    else:
+        parts = [f"out[{start}+{column}]" for start in starts for column in range(columns)]
+    joined = parts[0] if len(parts) == 1 else f"(float{rows * columns})({','.join(parts)})"
+    return f"#define SUMS(r,c) {joined}"
 
 
 def _any(

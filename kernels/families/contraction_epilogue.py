@@ -3,22 +3,25 @@
 The sums of a register tile are finished in vectors along c (axis 2 of the operands as the kernel views them). Every
 extra operand is loaded, and every output stored, in the pieces of such a vector that are contiguous in its layout: the
 whole vector, shorter ones where tiles are narrower, one value splat where the axis is broadcast, single values else.
-Tiles at the border do it value by value.
+Tiles at the border do it value by value. Where rows of a register tile are shorter than the device's vectors, several
+of them make one vector, on which the program runs.
 
-The bodies call ``FINISH(v,b,r,c)`` with a vector of sums and ``FINISH1(v,b,r,c)`` with one; both are generated here.
+The bodies call ``FINISH(v,b,r,c)`` with the sums of some rows, one after the other, and ``FINISH1(v,b,r,c)`` with one
+sum; both are generated here. So is ``AHEAD(b,r,c)``: on a CPU, what the epilogue reads of a register tile would be
+waited for at its end; asked for while the products are summed, it is there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from kernels.expr_c import expr_flops, expr_function, needs_math, used_inputs
 from kernels.families.common import math_c
-from kernels.families.contraction_code import piece_width
+from kernels.families.contraction_code import axis_offset, piece_width
 from kernels.memory_c import CTYPES
 from kernels.spec import Kernel, OpSpec
-from layoutopt.graph import Expr
+from layoutopt.graph import DTYPES, Expr
 from layoutopt.layout import Layout
 
 __all__ = ["Epilogue", "Finish", "epilogue_of", "epilogue_width", "plain_finish"]
@@ -26,6 +29,8 @@ __all__ = ["Epilogue", "Finish", "epilogue_of", "epilogue_width", "plain_finish"
 _UNROLLED_FLOPS = 64
 """Vector operations of an epilogue beyond which a CPU's register tile is finished in a loop: unrolled they would be
 most of the program."""
+
+_LINE_BYTES = 64  # of a cache; requests for more of them than there are do no harm
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,19 @@ class Epilogue:
     outputs: tuple[int, ...]
     dtypes: tuple[str, ...]
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.program, self.extras, self.outputs, self.dtypes))
+
+    @cached_property
     def read(self) -> tuple[int, ...]:
         """The extra operands that the program reads."""
         return tuple(self.extras[i - 1] for i in used_inputs(self.program) if i)
 
-    @property
+    @cached_property
     def flops(self) -> int:
         """Arithmetic per element."""
         return expr_flops(self.program)
@@ -92,9 +104,19 @@ class Epilogue:
         """Constants of the body: sums finished at a time, and whether in a loop."""
         return {"EPILOGUE": width, "ROLLED": int(rolled)}
 
-    def code(self, views: tuple[Layout, ...], width: int) -> str:
-        """The program as functions, and ``FINISH`` and ``FINISH1``."""
-        return _code(self, tuple(views[p] for p in (*self.read, *self.outputs)), width)
+    def code(self, views: tuple[Layout, ...], width: int, rows: int = 1) -> str:
+        """The program as functions, and ``FINISH`` (over ``rows`` rows of ``width`` sums) and ``FINISH1``."""
+        return _code(self, tuple(views[p] for p in (*self.read, *self.outputs)), width, rows)
+
+    def ahead(self, views: tuple[Layout, ...], columns: int) -> str:
+        """``AHEAD(b,r,c)`` for ``columns`` of a row; empty where nothing is read that is as large as the result."""
+        names = {p: name for name, p in self.roles()}
+        asked = "".join(
+            f"ASK({names[p]}+{names[p]}_IDX(b,r,(c)+{column}));"
+            for p in self.read
+            for column in _lines(views[p], columns, DTYPES[self.dtypes[p]])
+        )
+        return f"#define AHEAD(b,r,c) do{{{asked}}}while(0)" if asked else ""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -112,28 +134,29 @@ def epilogue_width(kernel: Kernel) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def _code(epilogue: Epilogue, layouts: tuple[Layout, ...], width: int) -> str:
+def _code(epilogue: Epilogue, layouts: tuple[Layout, ...], width: int, rows: int) -> str:
     """See ``Epilogue.code``; layouts of the operands read and of the outputs."""
     names = {position: name for name, position in (("Z", epilogue.outputs[0]), *epilogue.roles())}
     read, positions = len(epilogue.read), (*epilogue.read, *epilogue.outputs)
     operands = [(names[p], epilogue.dtypes[p], x) for p, x in zip(positions, layouts, strict=True)]
-    rows = [_program(epilogue, width)]
-    for w in sorted({width, 1}, reverse=True):
-        suffix = "" if w == 1 else str(w)
+    text = [_program(epilogue, width * rows)]
+    for w, down in sorted({(width, rows), (1, 1)}, reverse=True):
+        lanes = w * down
+        suffix = "" if lanes == 1 else str(lanes)
         args = ["v_"] if 0 in used_inputs(epilogue.program) else []
-        args += [_value(*operand, w) for operand in operands[:read]]
+        args += [_value(*operand, w, down) for operand in operands[:read]]
         made = stores = ""
         for i, (name, dtype, layout) in enumerate(operands[read:]):
             made += f"{CTYPES[dtype]}{suffix} y{i}_;"
             args.append(f"&y{i}_")
-            stores += _store(name, layout, w, f"y{i}_")
-        body = f"const float{suffix} v_=(v);{made}epilogue_{w}({','.join(args)});{stores}"
-        rows.append(f"#define FINISH{'1' if w == 1 else ''}(v,b,r,c) do{{{body}}}while(0)")
-    if width == 1:
-        rows.append("#define FINISH(v,b,r,c) FINISH1(v,b,r,c)")
-    rows.append("#define MORE_ARGS " + "".join(f",{name}_ARG" for name, _ in epilogue.roles()))
-    rows.append("#define MORE " + "".join(f",{name}" for name, _ in epilogue.roles()))
-    return "\n".join(rows)
+            stores += _store(name, layout, w, down, f"y{i}_")
+        body = f"const float{suffix} v_=(v);{made}epilogue_{lanes}({','.join(args)});{stores}"
+        text.append(f"#define FINISH{'1' if lanes == 1 else ''}(v,b,r,c) do{{{body}}}while(0)")
+    if width * rows == 1:
+        text.append("#define FINISH(v,b,r,c) FINISH1(v,b,r,c)")
+    text.append("#define MORE_ARGS " + "".join(f",{name}_ARG" for name, _ in epilogue.roles()))
+    text.append("#define MORE " + "".join(f",{name}" for name, _ in epilogue.roles()))
+    return "\n".join(text)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -154,22 +177,35 @@ def _piece(layout: Layout, width: int, store: bool = False) -> int:
     return width if _is_splat(layout) and not store else piece_width(layout, 2, width)
 
 
-def _value(name: str, dtype: str, layout: Layout, width: int) -> str:
-    if width == 1:
-        return f"{name}_AT(b,r,c)"
+@lru_cache(maxsize=1 << 12)
+def _lines(layout: Layout, columns: int, item_bytes: int) -> tuple[int, ...]:
+    """The columns with which the cache lines of a tile's row begin; none where a row or a column is broadcast."""
+    if any(all(mode.stride == 0 for mode in layout.axis_modes(axis)) for axis in (1, 2)):
+        return ()
+    found: dict[int, int] = {}
+    for column in range(min(columns, layout.shape[2])):
+        found.setdefault(axis_offset(layout, 2, column) * item_bytes // _LINE_BYTES, column)
+    return tuple(found.values())
+
+
+def _value(name: str, dtype: str, layout: Layout, width: int, rows: int) -> str:
     piece = _piece(layout, width)
     macro = f"{name}_AT" if piece == 1 else f"{name}_LOAD{piece}"
-    parts = [f"{macro}(b,r,(c)+{i})" if i else f"{macro}(b,r,c)" for i in range(0, width, piece)]
-    return parts[0] if len(parts) == 1 else f"({CTYPES[dtype]}{width})({','.join(parts)})"
+    parts = [f"{macro}({_place(row, i)})" for row in range(rows) for i in range(0, width, piece)]
+    return parts[0] if len(parts) == 1 else f"({CTYPES[dtype]}{width * rows})({','.join(parts)})"
 
 
-def _store(name: str, layout: Layout, width: int, value: str) -> str:
-    if width == 1:
-        return f"{name}_STORE1({value},b,r,c);"
+def _store(name: str, layout: Layout, width: int, rows: int, value: str) -> str:
     piece = _piece(layout, width, store=True)
-    parts = []
-    for i in range(0, width, piece):
-        lanes = value if piece == width else f"{value}.s" + "".join(f"{k:x}" for k in range(i, i + piece))
-        place = f"b,r,(c)+{i}" if i else "b,r,c"
-        parts.append(f"{name}_STORE{piece}({lanes},{place});")
-    return "".join(parts)
+    out = []
+    for row in range(rows):
+        for i in range(0, width, piece):
+            first = row * width + i
+            lanes = "" if piece == width * rows else ".s" + "".join(f"{k:x}" for k in range(first, first + piece))
+            place = _place(row, i)
+            out.append(f"{name}_STORE{piece}({value}{lanes},{place});")
+    return "".join(out)
+
+
+def _place(row: int, column: int) -> str:
+    return f"b,{f'(r)+{row}' if row else 'r'},{f'(c)+{column}' if column else 'c'}"
