@@ -18,9 +18,10 @@ from kernels.pack import STORAGE_DTYPES, pack, poison_padding, unpack
 from kernels.runtime import Runtime
 from kernels.spec import DeviceLimits
 from kernels.stage import Input, Inputs, staging_bytes
-from layoutopt.checkpoint import initial_values
+from layoutopt.checkpoint import initial_value
 from layoutopt.errors import DeviceError, GraphError
 from layoutopt.graph import TrainingGraph
+from layoutopt.pass_views import overwrites
 from layoutopt.plan import ArenaSlot, Plan
 from layoutopt.rewrites import planned_graph
 
@@ -72,11 +73,15 @@ class Executor:
         self._ops = {op.name: op for op in graph.ops}
         self._layouts = {name: tuple(doc.layout() for doc in docs) for name, docs in plan.layouts.items()}
         self._slots = {slot.name: slot for slot in plan.arena}
+        self._overwritten = overwrites(graph)
+        self._idle: dict[str, np.ndarray] = {}
         self._check_plan()
         self._check_fit()
+        for name in values or {}:
+            if name not in graph.tensors or graph.tensors[name].role not in ("parameter", "state"):
+                raise GraphError(f"graph {graph.name!r} has no parameter or state {name!r}")
         for name in (*graph.outputs, *keep):
             self._alive_slot(name)
-        self._initial = self._starting_values(values or {}, seed)
         sent = {
             tensor.name: Input(self._layouts[storage][0], tensor.dtype, self._slots[slot_name(storage, 0)])
             for tensor in graph.by_role("input")
@@ -122,7 +127,7 @@ class Executor:
             if graph.storage_of[tensor.name] in self._layouts:
                 value = np.broadcast_to(np.asarray(graph.constants[tensor.name]), tensor.shape)
                 self._store(tensor.name, value.astype(STORAGE_DTYPES[tensor.dtype]))
-        self.reset()
+        self._start(values or {}, seed)
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 
@@ -171,6 +176,8 @@ class Executor:
         slot = self._slots.get(slot_name(storage, 0))
         if slot is None:
             raise GraphError(f"tensor {name!r} is not in the plan: no op uses it")
+        if name in self._overwritten and self.graph.tensors[name].role not in ("parameter", "state"):
+            raise GraphError(f"tensor {name!r} is overwritten within the step: plan with this tensor in `keep`")
         for other in self.plan.arena:
             apart = (
                 other.offset_bytes >= slot.offset_bytes + slot.size_bytes
@@ -223,13 +230,11 @@ class Executor:
 
     # ---- values -----------------------------------------------------------------------------------------------------
 
-    def _starting_values(self, values: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-        tensors = {t.name: t for t in self.graph.by_role("parameter", "state")}
-        for name in values:
-            if name not in tensors:
-                raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
-        given = {name: np.array(cast(tensors[name], value)) for name, value in values.items()}
-        return initial_values(self.graph, seed, given=given) | given
+    def _start(self, values: Mapping[str, np.ndarray], seed: int) -> None:
+        """Give every parameter and state its starting value, one after the other: the host keeps none of them."""
+        for tensor in self.graph.by_role("parameter", "state"):
+            value = values[tensor.name] if tensor.name in values else initial_value(tensor, seed)
+            self.write(tensor.name, value)
 
     def _store(self, name: str, array: np.ndarray) -> None:
         storage = self.graph.storage_of[name]
@@ -251,7 +256,7 @@ class Executor:
         if self.graph.storage_of[name] in self._layouts:
             self._store(name, value)
         else:  # no op uses it: the host keeps what a checkpoint will want back
-            self._initial[name] = np.array(value)
+            self._idle[name] = np.array(value)
 
     def read(self, name: str) -> np.ndarray:
         """The logical value of a parameter, state, output or kept tensor, after everything enqueued.
@@ -259,8 +264,8 @@ class Executor:
         Raises:
             GraphError: no such tensor, or its memory is reused within the step.
         """
-        if name in self._initial and self.graph.storage_of[name] not in self._layouts:
-            return self._initial[name].copy()
+        if name in self._idle:
+            return self._idle[name].copy()
         slot = self._alive_slot(name)
         tensor = self.graph.tensors[name]
         layout = self._layouts[self.graph.storage_of[name]][0]
@@ -275,12 +280,6 @@ class Executor:
     def loss(self) -> float:
         """The first output of the last step."""
         return float(self.read(self.graph.outputs[0]))
-
-    def reset(self) -> None:
-        """Parameters and state back to their starting values."""
-        for name, value in self._initial.items():
-            if self.graph.storage_of[name] in self._layouts:
-                self._store(name, value)
 
     # ---- running ----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from layoutopt.errors import GraphError
 from layoutopt.files import write_atomic
 from layoutopt.graph import Role, Tensor, TrainingGraph
 
-__all__ = ["initial_values", "load_safetensors", "save_safetensors"]
+__all__ = ["initial_value", "initial_values", "load_safetensors", "save_safetensors"]
 
 
 def initial_values(graph: TrainingGraph, seed: int = 0, *, given: Collection[str] = ()) -> dict[str, np.ndarray]:
@@ -36,10 +36,11 @@ def initial_values(graph: TrainingGraph, seed: int = 0, *, given: Collection[str
     Raises:
         GraphError: an ``init`` that is none of these, or a parameter without one.
     """
-    return {t.name: _initial(t, seed) for t in graph.by_role("parameter", "state") if t.name not in given}
+    return {t.name: initial_value(t, seed) for t in graph.by_role("parameter", "state") if t.name not in given}
 
 
-def _initial(tensor: Tensor, seed: int) -> np.ndarray:
+def initial_value(tensor: Tensor, seed: int = 0) -> np.ndarray:
+    """The value of one parameter or state tensor at the start of training, as :func:`initial_values` says."""
     kind, _, argument = tensor.init.partition(":")
     dtype = np.dtype(tensor.dtype)
     if (kind in ("zeros", "ones") and not argument) or (not tensor.init and tensor.role == "state"):

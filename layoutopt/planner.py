@@ -15,6 +15,7 @@ from layoutopt.check import check
 from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
+from layoutopt.pass_views import overwrites
 from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_plan
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
@@ -135,7 +136,7 @@ def _best(
     refused: list[InfeasibleError] = []
     pricer = Pricer(costs)
     for candidate in alternatives(graph, rewrites):
-        if any(name not in candidate.tensors for name in keep):
+        if _lost(candidate, keep):
             candidate = graph  # what must stay readable is not to be fused away
         tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
         try:
@@ -145,6 +146,13 @@ def _best(
     if not found:
         raise refused[0]
     return min(found, key=lambda pair: pair[1].solver.objective_ns)
+
+
+def _lost(graph: TrainingGraph, keep: Sequence[str]) -> bool:
+    """Whether a step of the graph leaves nothing to read of some tensors: merged into ops, or overwritten."""
+    gone = overwrites(graph)
+    updated = {name for name in gone if graph.tensors[name].role in ("parameter", "state")}
+    return any(name not in graph.tensors or name in gone.keys() - updated for name in keep)
 
 
 def plan_all(

@@ -19,6 +19,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.rewrite_attention import fuse_attention
 from layoutopt.rewrite_epilogue import with_epilogues
+from layoutopt.rewrite_logits import overwrite_logits
 from layoutopt.rewrite_neighbours import bring_together
 from layoutopt.rewrite_updates import early_updates
 
@@ -29,12 +30,13 @@ Rewrite = Callable[[TrainingGraph], TrainingGraph]
 REWRITES: dict[str, Rewrite] = {
     "attention": fuse_attention,
     "epilogue": with_epilogues,
+    "logits": overwrite_logits,
     "neighbours": bring_together,
     "updates": early_updates,
 }
 """By name, in the order in which they are applied."""
 
-ALWAYS: tuple[str, ...] = ("neighbours", "updates")
+ALWAYS: tuple[str, ...] = ("logits", "neighbours", "updates")
 OPTIONAL: tuple[str, ...] = ()
 
 _META = "rewritten"

@@ -112,9 +112,9 @@ GELU_GRAD = [
 ]
 
 
-def linear_step(batch: int = 3, seq: int = 5, width: int = 6, hidden: int = 7) -> TrainingGraph:
+def linear_step(batch: int = 3, seq: int = 5, width: int = 6, hidden: int = 7, classes: int = 4) -> TrainingGraph:
     """x → layer norm → linear, bias, gelu → linear, cross-entropy, backward and SGD, with views as torch makes them."""
-    s, n, classes = Sketch(), batch * seq, 4
+    s, n = Sketch(), batch * seq
     s.tensor("x", (batch, seq, width), "input")
     s.tensor("labels", (batch, seq), "input", "int32")
     for name, shape in {

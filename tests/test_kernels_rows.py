@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -223,9 +225,20 @@ def test_a_nan_shows_in_the_parts_of_its_row(device_index: int) -> None:
         assert lse[1] == pytest.approx(np.log(1024), rel=1e-6)
 
 
+@pytest.mark.parametrize(("n", "c"), [(7, 2), (33, 20), (9, 1000), (2, 2048), (3, 1500)])
+def test_gradients_over_their_logits(device_index: int, n: int, c: int) -> None:
+    target = np.random.default_rng(c).integers(0, c, n).astype(np.int32)
+    target[1] = IGNORED
+    spec, inputs = loss_cases(n, c, target)[1]
+    spec = replace(spec, inplace=((0, 1),))
+    for name in ("row-major", "r-tile 4x4"):
+        layouts = laid_out(spec, name)
+        check_all(device_index, spec, [*layouts[:-1], layouts[1]], inputs)
+
+
 @pytest.mark.parametrize("limits", [CPU, GPU_LIMITS], ids=["cpu", "gpu"])
 def test_nests_of_split_rows(limits: DeviceLimits) -> None:
-    """Every logit is read once and once more as a target; every gradient is written once, its targets twice."""
+    """Every logit is read once, for the loss once more as a target; gradients are written once, their targets twice."""
     n, c = 2, 1100
     target = np.array([5, 1099], np.int32)
     for spec, _ in loss_cases(n, c, target)[:2]:
@@ -235,11 +248,14 @@ def test_nests_of_split_rows(limits: DeviceLimits) -> None:
         position = 1 if spec.kind.endswith("grad") else 0
         data = {position + 1: target}
         once = layouts[position].offsets()
-        wanted = sorted([*once.ravel().tolist(), *once[np.arange(n), target].tolist()])
+        all_of_it, targets = sorted(once.ravel().tolist()), sorted(once[np.arange(n), target].tolist())
+        twice = sorted(all_of_it + targets)
         for kernel in kernels:
-            assert sorted(_touched(kernel, position, False, data)) == wanted, kernel.variant.label
+            read = sorted(_touched(kernel, position, False, data))
+            assert read == (all_of_it if position else twice), kernel.variant.label
             if position:
-                assert sorted(_touched(kernel, 5, True, data)) == wanted, kernel.variant.label
+                assert sorted(_touched(kernel, 5, True, data)) == twice, kernel.variant.label
+                assert sorted(_touched(kernel, 5, False, data)) == targets, kernel.variant.label
 
 
 def _touched(kernel: Kernel, position: int, write: bool, data: dict[int, np.ndarray]) -> list[int]:

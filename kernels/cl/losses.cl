@@ -15,15 +15,15 @@ void join_parts(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG, TOP_ARG, MASS_ARG)
 }
 
 #elif defined(OP_target)
-// What a row's gradient lacks at its target, once its parts are written.
+// What a row's gradient lacks at its target, once its parts are written (perhaps over X).
 __kernel __attribute__((reqd_work_group_size(L, 1, 1)))
-void at_targets(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WEIGHT_ARG, DX_ARG)
+void at_targets(DLOSS_ARG, TARGET_ARG, WEIGHT_ARG, DX_ARG)
 {
     const int i = get_global_id(0);
     if (i >= N) return;
     const int target = TARGET_AT(i);
     if (target == IGNORE) return;
-    DX_STORE1((exp_s(X_AT(i, target) - LSE_AT(i)) - 1.0f) * DLOSS_AT() / WEIGHT_AT(), i, target);
+    DX_STORE1(DX_AT(i, target) - DLOSS_AT() / WEIGHT_AT(), i, target);
 }
 
 #else

@@ -393,7 +393,7 @@ __kernel ENTRY void cross_entropy_grad(DLOSS_ARG, X_ARG, TARGET_ARG, LSE_ARG, WE
         OVER_K(DX_)
 #ifndef PART
         AFTER_STORES
-        if (counted) STM_AT_TARGET((exp_s(X_AT(i, target) - lse) - 1.0f) * scale);
+        if (counted) STM_AT_TARGET(DX_AT(i, target) - scale); // not from X, which DX may have taken the place of
 #endif
     ROWS_END
 }

@@ -36,7 +36,7 @@ _OPS = {
         (("X", "DX="),),
         (12,),
         row_in=("TARGET", "LSE", "DLOSS", "WEIGHT"),
-        at_target=("X", "DX="),
+        at_target=("DX", "DX="),
     ),
     "nll_loss_grad": RowOp(
         ("DLOSS", "TARGET", "WEIGHT", "DX"),

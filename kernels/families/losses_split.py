@@ -119,9 +119,9 @@ def split_gradient(kernel: Kernel, parts: int, ignore: int) -> Kernel | None:
         return None
     row = _row(kernel)
     target = Data(2, (row,))
-    reads = (Access(2, (row,)), Access(3, (row,)), Access(0, ()), Access(4, ()), Access(1, (row, target)))
-    phases = (Phase((), (*reads, Access(5, (row, target), write=True)), 12),)
-    names = (("DLOSS", 0), ("X", 1), ("TARGET", 2), ("LSE", 3), ("WEIGHT", 4), ("DX", 5))
+    reads = (Access(2, (row,)), Access(0, ()), Access(4, ()), Access(5, (row, target)))
+    phases = (Phase((), (*reads, Access(5, (row, target), write=True)), 2),)
+    names = (("DLOSS", 0), ("TARGET", 2), ("WEIGHT", 4), ("DX", 5))
     last = _by_rows(kernel, "at_targets", names, phases, {"OP_target": 1, "IGNORE": ignore})
     return replace(kernel, launches=(*launches, last))
 
