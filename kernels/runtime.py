@@ -394,34 +394,43 @@ class Runtime:
         for _, position in launch.operands:
             buffer = buffers[position]
             if position in launch.images:
-                out += self.image(buffer, kernel.buffer_layout(position).size_elems // LANES)
+                texels = kernel.buffer_layout(position).size_elems // LANES
+                out += self.image(buffer, texels, kernel.operand_dtype(position))
             else:
                 out.append(buffer)
         return out
 
-    def image(self, buffer: Any, texels: int) -> tuple[Any, np.int32]:
-        """An image of float32 texels over the memory of a buffer, and the element at which the buffer begins in it.
+    def image(self, buffer: Any, texels: int, dtype: str = "float32") -> tuple[Any, np.int32]:
+        """An image of four values a texel over a buffer's memory, and the element of it at which the buffer begins.
 
         Over a region of a buffer where the driver can do that; PoCL cannot, and gets one over the whole buffer.
+
+        Args:
+            buffer: or a region of one.
+            texels: of the image.
+            dtype: of the values, float32 or float16; kernels read float32.
 
         Raises:
             DeviceError: the device refuses.
         """
+        item_bytes = 2 if dtype == "float16" else 4
         try:
-            return self._image(buffer, texels), np.int32(0)
+            return self._image(buffer, texels, item_bytes), np.int32(0)
         except self._cl.Error as error:
             whole = buffer.get_info(self._cl.mem_info.ASSOCIATED_MEMOBJECT)
             if whole is None:
                 raise self._no_image(texels, error) from error
             begin = buffer.offset
+        texels = whole.size // (item_bytes * LANES)
         try:
-            return self._image(whole, whole.size // (4 * LANES)), np.int32(begin // 4)
+            return self._image(whole, texels, item_bytes), np.int32(begin // item_bytes)
         except self._cl.Error as error:
-            raise self._no_image(whole.size // (4 * LANES), error) from error
+            raise self._no_image(texels, error) from error
 
-    def _image(self, buffer: Any, texels: int) -> Any:
+    def _image(self, buffer: Any, texels: int, item_bytes: int) -> Any:
         cl = self._cl
-        texel = cl.ImageFormat(cl.channel_order.RGBA, cl.channel_type.FLOAT)
+        channel = cl.channel_type.HALF_FLOAT if item_bytes == 2 else cl.channel_type.FLOAT
+        texel = cl.ImageFormat(cl.channel_order.RGBA, channel)
         return cl.create_image(self.context, cl.mem_flags.READ_ONLY, texel, shape=(texels,), buffer=buffer)
 
     def _no_image(self, texels: int, error: Exception) -> DeviceError:

@@ -26,7 +26,7 @@ from kernels.group import alike_steps
 from kernels.runtime import Runtime, _has_texture_cache, devices
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, OpSpec
-from kernels.testing import check_kernels
+from kernels.testing import BoundKernel, check_kernels
 from kernels.variants import kernels_for
 from layoutopt import planner
 from layoutopt.errors import DeviceError
@@ -201,6 +201,35 @@ def test_heads_of_a_larger_matrix(device_index: int) -> None:
     assert {"dot.image", "staged.image"} <= {k.variant.name for k in kernels}
     assert all(k.launches[0].images == (0, 1) for k in kernels if k.variant.name == "dot.image")
     check(device_index, kernels)
+
+
+@pytest.mark.parametrize("dtypes", [("float16", "float16"), ("float32", "float16")], ids="-".join)
+def test_halves(device_index: int, dtypes: tuple[str, str]) -> None:
+    """Operands stored as float16 are read as float32, by the texture unit."""
+    runtime = Runtime(devices()[device_index], profiling=True)
+    if not runtime.info.image_max_buffer_texels:
+        pytest.skip(f"{runtime.info.label} has no images over buffers")
+    b, m, k, n = 2, 13, 20, 28
+    spec = replace(spec_of((b, m, k, n)), dtypes=(*dtypes, "float32"))
+    layouts = (ROWS((b, m, k)), tiles(4, 4)((b, k, n)), ROWS((b, m, n)))
+    rng = np.random.default_rng(0)
+    values = [rng.standard_normal(s).astype(d) for s, d in zip(spec.shapes[:2], dtypes, strict=True)]
+    buffers = []
+    for layout, value in zip(layouts, values, strict=False):
+        storage = np.full(layout.size_elems, np.nan, value.dtype)
+        storage[layout.linear_offsets()] = value
+        buffers.append(runtime.allocate(storage.nbytes))
+        runtime.upload(buffers[-1], storage)
+    out = np.empty(layouts[2].size_elems, np.float32)
+    buffers.append(runtime.allocate(out.nbytes))
+    expected = values[0].astype(np.float64) @ values[1].astype(np.float64)
+    kernels = [x for x in few(image_kernels(spec, layouts)) if len(x.launches) == 1 and x.launches[0].images == (0, 1)]
+    assert kernels
+    for kernel in kernels:
+        runtime.fill(buffers[2], 0xFF)
+        BoundKernel(runtime, kernel, buffers).run()
+        got = runtime.download(buffers[2], out)[layouts[2].linear_offsets()]
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5, err_msg=kernel.variant.label)
 
 
 # ---- in a plan ------------------------------------------------------------------------------------------------------

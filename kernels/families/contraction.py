@@ -127,8 +127,8 @@ class Contraction:
         if any(layout.is_image for layout in layouts):
             return None
         name = plain_name(variant)
-        if name != variant.name and set(spec.dtypes[:2]) != {"float32"}:
-            return None  # texels are of float32
+        if name != variant.name and not set(spec.dtypes[:2]) <= {"float32", "float16"}:
+            return None  # no texels of integers are read
         if name == "staged":
             return build_staged(variant, spec, layouts)
         first = spec.inputs  # the output that says along which axis vectors are stored

@@ -1,9 +1,10 @@
 """Contractions that read their operands through images: the texture caches of phones' GPUs, with nothing copied.
 
 An image lies over the buffer that another kernel has written (``image1d_buffer_t``, core OpenCL 1.2), one texel to four
-elements. So reading through images is a matter of the variant, not of the layout: whatever lies in aligned vectors of
-four along the axis that a variant loads can be read so, in row-major matrices as in R-Tiles. Results are written to
-buffers. On Adreno buffers pass the first cache by and images do not; where both take one way, nothing is gained.
+elements, float32 or float16. So reading through images is a matter of the variant, not of the layout: whatever lies in
+aligned vectors of four along the axis that a variant loads can be read so, in row-major matrices as in R-Tiles. Results
+are written to buffers. On Adreno buffers pass the first cache by and images do not; where both take one way, nothing is
+gained.
 
 A variant ``NAME.image`` is ``NAME`` with one parameter more, ``image``: the device's longest image is at least 2 to
 this power texels long. Either operand may be read so, or both; a variant that can do neither is not built.
@@ -43,7 +44,7 @@ def in_texels(layout: Layout, axis: int, params: dict[str, int]) -> bool:
     """Whether a variant's vectors of four along an axis are texels, all of whose values are in storage.
 
     Args:
-        layout: of a float32 operand.
+        layout: of a float32 or float16 operand.
         axis: along which it is loaded, in vectors that begin at multiples of four.
         params: of the variant.
     """
