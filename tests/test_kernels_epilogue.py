@@ -11,6 +11,7 @@ import pytest
 
 from costmodel.features import FEATURES, Machine, features
 from kernels.families.contraction import CONTRACTION
+from kernels.families.contraction_epilogue import epilogue_width
 from kernels.reference import evaluate
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, OpSpec
 from kernels.variants import kernels_for
@@ -174,6 +175,7 @@ OWN: dict[str, tuple[KernelVariant, Callable, Callable]] = {
     "outer.m": (variant("outer.m"), COLUMNS, ROWS),
     "dot": (variant("dot"), ROWS, COLUMNS),
     "dot of pairs": (variant("dot", nr=2), ROWS, COLUMNS),
+    "dot of four rows a vector": (variant("dot", mr=4, nr=4, v=16), ROWS, COLUMNS),
     "tile.n": (variant("tile.n"), ROWS, whole_tiles),
     "any": (variant("any"), ROWS, ROWS),
     "many items": (variant("outer.n", nv=1, t=1, s=1, gr=2, gc=4), ROWS, ROWS),
@@ -315,3 +317,50 @@ def test_same_variants_as_without() -> None:
     for kind in ("cpu", "gpu"):
         device = DeviceLimits(kind=kind)
         assert CONTRACTION.variants(spec, device) == CONTRACTION.variants(plain, device)
+
+
+# ---- what is asked for ahead -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "lines"), [(ROWS, 3), (COLUMNS, 48), (tiled(4, 4), 12), (BY_N, 0), (BY_M, 0)], ids=str
+)
+def test_lines_asked_for_are_those_of_a_row(extra: Callable, lines: int) -> None:
+    """48 floats begin 3 lines of 64 bytes, 48 where columns are far apart; what is broadcast is there anyway."""
+    spec, layouts = case("residual", (1, 64, 64, 96), extras={1: extra})
+    (launch,) = built("outer.n", spec, layouts, mr=8, nv=3, v=16).launches
+    assert str(launch.preamble).count("ASK(E3+") == lines
+    assert dict(launch.defines)["KT"] == (8 if lines else 64)
+
+
+def test_bytes_are_asked_for_by_their_lines() -> None:
+    """A mask of bools takes a quarter of the lines."""
+    spec, layouts = case("dropout", (1, 64, 64, 192), extras={3: ROWS})
+    (launch,) = built("outer.n", spec, layouts, mr=8, nv=2, v=16).launches
+    assert str(launch.preamble).count("ASK(E5+") == 1
+
+
+@pytest.mark.parametrize(("name", "params"), [("outer.n", {"gr": 2, "gc": 4, "nv": 1}), ("dot", {})])
+def test_nothing_is_asked_for_elsewhere(name: str, params: dict[str, int]) -> None:
+    """On GPUs other work items run meanwhile; a dot product's tiles are shorter than a line."""
+    spec, layouts = case("residual", (1, 64, 64, 96), ROWS, COLUMNS if name == "dot" else ROWS)
+    assert "ASK" not in str(built(name, spec, layouts, **params).launches[0].preamble)
+
+
+# ---- several rows in a vector ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "width"),
+    [({"mr": 4, "nr": 4}, 16), ({"mr": 6, "nr": 4}, 8), ({"mr": 8, "nr": 2}, 16), ({"mr": 3, "nr": 1}, 1)],
+    ids=str,
+)
+def test_short_rows_share_a_vector(params: dict[str, int], width: int) -> None:
+    spec, layouts = case("gelu", (1, 96, 64, 96), ROWS, COLUMNS)
+    assert epilogue_width(built("dot", spec, layouts, v=16, **params)) == width
+
+
+def built(name: str, spec: OpSpec, layouts: tuple[Layout, ...], **params: int) -> Kernel:
+    kernel = CONTRACTION.build(variant(name, **params), spec, layouts)
+    assert kernel is not None
+    return kernel
