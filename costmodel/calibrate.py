@@ -269,7 +269,10 @@ def measured_facts(runtime: Runtime) -> DeviceModel:
         return Fact(float(f"{found[name].per_s:.6g}"), f"measured: {found[name].what}", "high")
 
     widest = max((n for n in found if n.startswith("fma_")), key=lambda n: found[n].per_s)
-    launch = Fact(float(f"{1 / found['launch'].per_s:.6g}"), f"measured: {found['launch'].what}", "medium")
+    launch, host = (
+        Fact(float(f"{1 / found[name].per_s:.6g}"), f"measured: {found[name].what}", "medium")
+        for name in ("launch", "host_launch")
+    )
     return DeviceModel(
         name=device.name,
         driver=device.driver,
@@ -283,6 +286,7 @@ def measured_facts(runtime: Runtime) -> DeviceModel:
             "memory_bytes_per_s": rate("copy_memory"),
             "cache_bytes_per_s": rate("copy_cache"),
             "launch_s": launch,
+            "host_launch_s": host,
         },
         probes=found,
         features=FEATURES,

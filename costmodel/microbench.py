@@ -22,16 +22,18 @@ from layoutopt.layout import Layout
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-__all__ = ["designed_pairs", "designed_specs", "launch_probe", "layout_choices", "probes"]
+__all__ = ["designed_pairs", "designed_specs", "host_probe", "launch_probe", "layout_choices", "probes"]
 
 _SOURCE = """
 #define REPEATS {repeats}
+#define SIDE_BY_SIDE {side} // items that run together read what lies together
 typedef {vector} vec;
 __kernel void empty(__global float *y) {{ }}
 __kernel void copy(__global const vec *x, __global vec *y, const int each) {{
-    const size_t first = (size_t)get_global_id(0) * each;
+    const size_t first = (size_t)get_global_id(0) * (SIDE_BY_SIDE ? 1 : each);
+    const size_t step = SIDE_BY_SIDE ? get_global_size(0) : 1;
     for (int r = 0; r < REPEATS; ++r)
-        for (int i = 0; i < each; ++i) y[first + i] = x[first + i];
+        for (int i = 0; i < each; ++i) y[first + i * step] = x[first + i * step];
 }}
 __kernel void strided(__global const float *x, __global float *y, const int each, const int stride, const int count) {{
     __global const float *from = x + (size_t)get_global_id(0) * each;
@@ -52,7 +54,8 @@ __kernel void fma_peak(__global const vec *x, __global vec *y, const int each) {
 """
 
 IN_CACHE_BYTES = 64 << 10
-IN_MEMORY_BYTES = 64 << 20
+IN_MEMORY_BYTES = {"cpu": 64 << 20, "gpu": 512 << 20}
+"""More than any cache holds."""
 
 
 @dataclass(frozen=True)
@@ -88,31 +91,55 @@ def probes(runtime: Runtime, rounds: int = 7) -> dict[str, Probe]:
                 times[run.name].append(int(event.profile.end - event.profile.start))
     out = {run.name: Probe(run.what, run.work, run.unit, tuple(times[run.name])) for run in runs}
     out["launch"] = launch_probe(runtime, rounds)
+    out["host_launch"] = host_probe(runtime, rounds)
     return out
 
 
 def launch_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
-    """What a launch adds to a stream of launches, beyond the time that its events show."""
-    kernel = runtime.kernel(_SOURCE.format(vector="float", repeats=1), "empty", "microbench.empty")
+    """What a launch adds to a stream of launches on the device, beyond the time that its events show.
+
+    The host is given a start: a kernel that takes milliseconds goes before the stream, so that the device never waits
+    for the next launch. What the host takes to launch is another thing (``host_probe``).
+    """
+    gpu = runtime.limits.kind == "gpu"
+    source = _SOURCE.format(vector="float", repeats=1, side=int(gpu))
+    empty, busy = (runtime.kernel(source, name, f"microbench.{name}") for name in ("empty", "fma_peak"))
+    target = runtime.allocate(1 << 20)
+    empty.set_args(target)
+    busy.set_args(target, target, _int(1 << 20))
+    call, start = (empty, (1,), (1,)), (busy, (1,), (1,))
+    times = []
+    for number in range(rounds + 1):
+        first = runtime.launch_timed(*start)
+        events = [runtime.launch_timed(*call) for _ in range(batch)]
+        events[-1].wait()
+        inside = sum(e.profile.end - e.profile.start for e in events)
+        if number:  # the first round compiles
+            times.append(max(int((events[-1].profile.end - first.profile.end - inside) / batch), 1))
+    what = f"between {batch} empty kernels in a stream that the device does not wait for"
+    return Probe(what, 1.0, "launches", tuple(times))
+
+
+def host_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
+    """What a launch takes the host, on the queue that steps are enqueued on."""
+    source = _SOURCE.format(vector="float", repeats=1, side=int(runtime.limits.kind == "gpu"))
+    kernel = runtime.kernel(source, "empty", "microbench.empty")
     target = runtime.allocate(64)
     kernel.set_args(target)
-    call = (kernel, (1,), (1,))
-    event = runtime.launch_timed(*call)
-    event.wait()
     times = []
-    for _ in range(rounds):
-        event = runtime.launch_timed(*call)
-        event.wait()
-        inside = event.profile.end - event.profile.start
+    for number in range(rounds + 1):
         begin = time.perf_counter_ns()
-        runtime.enqueue([call] * batch)
+        runtime.enqueue([(kernel, (1,), (1,))] * batch)
+        spent = time.perf_counter_ns() - begin
         runtime.finish()
-        times.append(max(int((time.perf_counter_ns() - begin) / batch - inside), 1))
-    return Probe(f"an empty kernel in a stream of {batch}, less its event", 1.0, "launches", tuple(times))
+        if number:
+            times.append(max(int(spent / batch), 1))
+    return Probe(f"the host enqueues {batch} empty kernels", 1.0, "launches", tuple(times))
 
 
 def _buffers(runtime: Runtime) -> tuple[Any, Any]:
-    memory_bytes = min(IN_MEMORY_BYTES, runtime.limits.max_alloc_bytes, runtime.limits.global_mem_bytes // 8)
+    limits = runtime.limits
+    memory_bytes = min(IN_MEMORY_BYTES[limits.kind], limits.max_alloc_bytes, limits.global_mem_bytes // 8)
     pair = runtime.allocate(memory_bytes), runtime.allocate(memory_bytes)
     for buffer in pair:
         runtime.fill(buffer, 0x3F)  # 0x3f3f3f3f is the float 0.747
@@ -129,7 +156,9 @@ def _runs(runtime: Runtime, source: Any, target: Any) -> Iterator[_Run]:
     items = workers * local
 
     def call(entry: str, vector: str, repeats: int, *args: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-        kernel = runtime.kernel(_SOURCE.format(vector=vector, repeats=repeats), entry, f"microbench.{entry}")
+        kernel = runtime.kernel(
+            _SOURCE.format(vector=vector, repeats=repeats, side=int(gpu)), entry, f"microbench.{entry}"
+        )
         kernel.set_args(*(_int(a) if isinstance(a, int) else a for a in args))
         return kernel, (items,), (local,)
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Bench", "Prepared", "id_limit"]
 
 ARENA_BYTES = 256 << 20
+_STREAM = 256
+"""Kernels that a GPU gets before the host waits for them."""
 _IDS = {"gather": (0, 0), "nll_loss": (0, 1), "cross_entropy": (0, 1), "cross_entropy_grad": (1, 1)}
 """(operand, axis) whose extent bounds the ids of these kinds."""
 
@@ -48,6 +50,20 @@ def id_limit(spec: OpSpec) -> int:
         operand, axis = _IDS[spec.kind]
         return spec.shapes[operand][axis]
     return 2
+
+
+def _nanoseconds(prepared: Prepared, events: Sequence[Any]) -> int:
+    """From start to end of each launch, together, when all have ended."""
+    try:
+        for event in events:
+            event.wait()
+        return sum(event.profile.end - event.profile.start for event in events)
+    except RuntimeError as error:
+        raise _refused(prepared, error) from error
+
+
+def _refused(prepared: Prepared, error: RuntimeError) -> DeviceError:
+    return DeviceError(f"kernel {prepared.kernel.variant.label} was refused at launch: {error}")
 
 
 class _Arena:
@@ -148,19 +164,33 @@ class Bench:
         Raises:
             DeviceError: the device refuses a launch.
         """
-        try:
-            events = [self.runtime.launch_timed(*call) for call in prepared.calls]
-            for event in events:
-                event.wait()
-        except RuntimeError as error:  # pyopencl's errors derive from it
-            raise DeviceError(f"kernel {prepared.kernel.variant.label} was refused at launch: {error}") from error
-        return sum(event.profile.end - event.profile.start for event in events)
+        return _nanoseconds(prepared, self._launched(prepared))
 
     def round(self, prepared: Mapping[str, Prepared], backwards: bool = False) -> dict[str, int]:
-        """Time every kernel once, in order or backwards; nanoseconds by key."""
+        """Time every kernel once, in order or backwards; nanoseconds by key.
+
+        A GPU gets them one after the other without a pause, as in a step: after a pause a launch shows some
+        microseconds more than it takes there. A CPU gets each by itself: the host's thread would take one of its cores.
+
+        Raises:
+            DeviceError: the device refuses a launch.
+        """
         self._write.refill(self.runtime)
-        keys = list(prepared)
-        return {key: self.run(prepared[key]) for key in (reversed(keys) if backwards else keys)}
+        keys = list(prepared)[::-1] if backwards else list(prepared)
+        if self.runtime.limits.kind != "gpu":
+            return {key: self.run(prepared[key]) for key in keys}
+        times: dict[str, int] = {}
+        for begin in range(0, len(keys), _STREAM):
+            stream = keys[begin : begin + _STREAM]
+            launched = [self._launched(prepared[key]) for key in stream]
+            times |= {key: _nanoseconds(prepared[key], events) for key, events in zip(stream, launched, strict=True)}
+        return times
+
+    def _launched(self, prepared: Prepared) -> list[Any]:
+        try:
+            return [self.runtime.launch_timed(*call) for call in prepared.calls]
+        except RuntimeError as error:  # pyopencl's errors derive from it
+            raise _refused(prepared, error) from error
 
     # ---- operands -------------------------------------------------------------------------------------------------
 
