@@ -41,7 +41,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     # Names of tensors and layouts hold brackets: they are text, not markup.
     console = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, 40 + 16 * len(head))
+        console.width = max(console.width, console.measure(drawn).maximum)
     console.print(drawn)
 
 
