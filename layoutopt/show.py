@@ -41,7 +41,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     # Names of tensors and layouts hold brackets: they are text, not markup.
     console = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
-        console.width = max(console.width, console.measure(drawn).maximum)
+        wide = [max(len(row[i]) for row in (head, *rows)) + 2 for i in range(len(head))]
+        console.width = max(console.width, sum(wide))
     console.print(drawn)
 
 
