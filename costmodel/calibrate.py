@@ -27,7 +27,7 @@ from costmodel.runner import ARENA_BYTES, Bench, Prepared
 from kernels.spec import Kernel
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
-from layoutopt.rewrites import origin_of
+from layoutopt.rewrites import calibration_name
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -109,7 +109,7 @@ def calibrate(
         model,
         features=FEATURES,
         measurements={},
-        graphs=tuple(dict.fromkeys([*model.graphs, *(origin_of(g)[0] for g in graphs)])),
+        graphs=tuple(dict.fromkeys([*model.graphs, *(calibration_name(g) for g in graphs)])),
     )
     tell("listing kernels")
     bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)

@@ -16,6 +16,7 @@ import numpy as np
 from kernels.source import program_source
 from kernels.spec import Kernel, OpSpec
 from layoutopt.errors import DeviceError
+from layoutopt.graph import DTYPES
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -52,6 +53,14 @@ def id_limit(spec: OpSpec) -> int:
     return 2
 
 
+def _random_bytes(seed: int) -> bytes:
+    """Float32 numbers in [0.5, 1.5); read as float16, both halves of each are numbers in [0.125, 2)."""
+    numbers = np.random.default_rng(seed).uniform(0.5, 1.5, 1 << 20).astype("<f4")
+    last = numbers.view("<u2")[::2]  # the mantissa's last bits
+    last[:] = last & 0x0FFF | 0x3000
+    return numbers.tobytes()
+
+
 def _nanoseconds(prepared: Prepared, events: Sequence[Any]) -> int:
     """From start to end of each launch, together, when all have ended."""
     try:
@@ -75,7 +84,7 @@ class _Arena:
         self.buffer = runtime.allocate(size_bytes)
         self.next_bytes = 0
         self._regions: dict[tuple[int, int], Any] = {}
-        self.random = np.random.default_rng(seed).uniform(0.5, 1.5, 1 << 20).astype(np.float32).tobytes()
+        self.random = _random_bytes(seed)
         self.refill(runtime)
 
     def refill(self, runtime: Runtime) -> None:
@@ -195,8 +204,7 @@ class Bench:
     # ---- operands -------------------------------------------------------------------------------------------------
 
     def _bytes(self, kernel: Kernel, position: int) -> int:
-        item = 1 if kernel.operand_dtype(position) == "bool" else 4
-        return kernel.buffer_layout(position).size_elems * item
+        return kernel.buffer_layout(position).size_elems * DTYPES[kernel.operand_dtype(position)]
 
     def _bind(self, kernel: Kernel) -> list[Any]:
         spec = kernel.spec
@@ -209,7 +217,7 @@ class Bench:
                 buffers.append(buffers[alias[position]])
             elif position >= spec.inputs or position in output_of:
                 buffers.append(self._write.take(self.runtime, size_bytes))
-            elif spec.dtypes[position] == "float32":
+            elif spec.dtypes[position] in ("float32", "float16"):
                 buffers.append(self._read.take(self.runtime, size_bytes))
             else:
                 buffers.append(self._integers(spec.dtypes[position], id_limit(spec), size_bytes))

@@ -22,7 +22,7 @@ from kernels.bind import BoundStep
 from kernels.expr_c import expr_function, needs_math, used_inputs
 from kernels.families.common import math_c
 from kernels.families.pointwise import chunk_elems
-from kernels.memory_c import CTYPES, MEMORY_CTYPES, load_c, store_c
+from kernels.memory_c import CTYPES, MEMORY_CTYPES, half_helpers, load_c, store_c
 from kernels.spec import DeviceLimits, Kernel
 from layoutopt.graph import DTYPES, Expr
 from layoutopt.layout import Layout
@@ -317,7 +317,9 @@ def _source(program: Program, aligned: tuple[bool, ...], items: int, chunk: int,
         "SCALAR": _step(program, aligned, 1),
     }
     lines = [f"#define {name} {value}" for name, value in defines.items()]
-    return "\n".join([*functions, *lines, _skeleton()])
+    text = "\n".join([*functions, *lines, _skeleton()])
+    helpers = half_helpers(text)
+    return f"{helpers}\n{text}" if helpers else text
 
 
 def _pointers(program: Program) -> str:

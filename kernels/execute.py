@@ -7,6 +7,7 @@ plan's order on one in-order queue and returns; reading a tensor waits for what 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from kernels.runtime import Runtime
 from kernels.spec import DeviceLimits
 from kernels.stage import Input, Inputs, staging_bytes
 from layoutopt.checkpoint import initial_value
+from layoutopt.codes import code_of, decode, encode
 from layoutopt.errors import DeviceError, GraphError
-from layoutopt.graph import TrainingGraph
+from layoutopt.graph import Tensor, TrainingGraph
 from layoutopt.pass_views import overwrites
 from layoutopt.plan import ArenaSlot, Plan
 from layoutopt.rewrites import planned_graph
@@ -236,7 +238,14 @@ class Executor:
             value = values[tensor.name] if tensor.name in values else initial_value(tensor, seed)
             self.write(tensor.name, value)
 
+    def _cast(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        coded = code_of(self.graph, tensor.name) is not None
+        return cast(replace(tensor, dtype="float32") if coded else tensor, value)
+
     def _store(self, name: str, array: np.ndarray) -> None:
+        code = code_of(self.graph, name)
+        if code is not None:
+            array = encode(code, array)
         storage = self.graph.storage_of[name]
         packed = pack(self._layouts[storage][0], array, self.graph.tensors[name].dtype)
         if self._poison:
@@ -252,7 +261,7 @@ class Executor:
         tensor = self.graph.tensors.get(name)
         if tensor is None or tensor.role not in ("parameter", "state"):
             raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
-        value = cast(tensor, array)
+        value = self._cast(tensor, array)
         if self.graph.storage_of[name] in self._layouts:
             self._store(name, value)
         else:  # no op uses it: the host keeps what a checkpoint will want back
@@ -261,17 +270,23 @@ class Executor:
     def read(self, name: str) -> np.ndarray:
         """The logical value of a parameter, state, output or kept tensor, after everything enqueued.
 
+        What is stored as float16 is given as float32, coded state decoded.
+
         Raises:
             GraphError: no such tensor, or its memory is reused within the step.
         """
         if name in self._idle:
-            return self._idle[name].copy()
+            value = self._idle[name].copy()
+            return value.astype(np.float32) if value.dtype == np.float16 else value
         slot = self._alive_slot(name)
         tensor = self.graph.tensors[name]
         layout = self._layouts[self.graph.storage_of[name]][0]
         storage = np.empty(layout.size_elems, STORAGE_DTYPES[tensor.dtype])
         self.runtime.download(self._buffers[slot.name], storage)
-        return unpack(layout, storage, tensor.dtype)
+        value, code = unpack(layout, storage, tensor.dtype), code_of(self.graph, name)
+        if code is not None:
+            return decode(code, value)
+        return value.astype(np.float32) if tensor.dtype == "float16" else value
 
     def values(self) -> dict[str, np.ndarray]:
         """All parameters and state."""

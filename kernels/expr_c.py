@@ -18,12 +18,12 @@ from layoutopt.graph import Expr
 __all__ = ["expr_flops", "expr_function", "needs_math", "used_inputs"]
 
 _FLOPS = {"exp": 10, "log": 10, "tanh": 20, "erf": 20, "pow": 30, "div": 4, "recip": 4, "sqrt": 4, "rsqrt": 4}
-_FLOPS |= {"sin": 20, "cos": 20, "rand": 20}
+_FLOPS |= {"sin": 20, "cos": 20, "rand": 20, "round16": 20}
 _REAL = {"exp", "log", "sqrt", "tanh", "erf", "rsqrt", "sin", "cos"}
-_OWN = {"exp", "tanh", "erf", "rand"}
+_OWN = {"exp", "tanh", "erf", "rand", "round16"}
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_TYPE_OF = {"float32": "f", "int32": "i", "bool": "b"}
+_TYPE_OF = {"float32": "f", "float16": "f", "int32": "i", "bool": "b"}
 _FLOAT_MAX = 3.4028235677973366e38  # half a unit above the largest float32: from here on literals are infinite
 _CHAIN_MAX = 8  # powers up to this are multiplied out
 
@@ -58,7 +58,8 @@ def expr_function(name: str, expr: Expr, inputs: tuple[str, ...], outputs: tuple
         outputs: dtype per output.
         width: vector width, 1 for scalars. Bools are passed as uchar vectors, as they are stored.
 
-    exp, tanh, erf and rand are those of ``cl/math.cl``, which must stand before the function if ``needs_math`` says so.
+    exp, tanh, erf, rand and round16 are those of ``cl/math.cl``, which must stand before the function if
+    ``needs_math`` says so.
 
     Raises:
         GraphError: an operation that is not known.
@@ -138,6 +139,8 @@ class _Writer:
         if op == "rand":
             whole = ", ".join(self._to("i", a) for a in args)
             return "f", f"rand_{'v' if self.suffix else 's'}({whole})"
+        if op == "round16":
+            return "f", f"round16_{'v' if self.suffix else 's'}({self._to('f', args[0])}, {self._to('i', args[1])})"
         if op == "recip":
             return "f", f"({self._vector('float')}1.0f / {self._to('f', args[0])})"
         if op == "not":

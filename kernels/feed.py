@@ -36,6 +36,15 @@ def cast(tensor: Tensor, value: Any) -> np.ndarray:
     kind = array.dtype.kind
     if tensor.dtype == "float32" and (kind == "f" or (kind in "iu" and array.ndim == 0)):
         return array.astype(np.float32, copy=False)
+    if tensor.dtype == "float16" and kind == "f":
+        with np.errstate(over="ignore"):
+            rounded = array.astype(np.float16)
+        if np.isinf(rounded).any() and not np.isinf(array).any():
+            raise GraphError(
+                f"{tensor.role} {tensor.name!r} holds {np.abs(array).max():g}: float16 ends at 65504; "
+                "plan with --storage fp32"
+            )
+        return rounded
     if tensor.dtype == "int32" and kind in "iu":
         limits = np.iinfo(np.int32)
         wider = array.dtype.itemsize > 4 or array.dtype == np.uint32

@@ -16,6 +16,7 @@ __all__ = ["STORAGE_DTYPES", "digits_view", "pack", "poison_padding", "unpack"]
 
 STORAGE_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
     "int32": np.dtype(np.int32),
     "bool": np.dtype(np.uint8),
 }

@@ -72,6 +72,9 @@ def _execute(graph: TrainingGraph, op: Op, known: dict[str, np.ndarray], dtype: 
 
 
 def _as(tensor: Tensor, value: np.ndarray, dtype: Any) -> np.ndarray:
+    if tensor.dtype == "float16":  # calculated with in ``dtype``, rounded where it is stored
+        with np.errstate(over="ignore"):
+            return np.asarray(value).astype(np.float16).astype(dtype)
     return np.asarray(value, {"float32": dtype, "int32": np.int32, "bool": np.bool_}[tensor.dtype])
 
 

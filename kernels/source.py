@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from kernels.memory_c import CTYPES, MEMORY_CTYPES, load_c, store_c
+from kernels.memory_c import CTYPES, MEMORY_CTYPES, half_helpers, load_c, store_c
 from kernels.nest import Access
 from kernels.spec import Kernel, Launch
 from layoutopt.layout import Layout
@@ -58,7 +58,9 @@ def program_source(kernel: Kernel, launch: Launch) -> str:
     if launch.images:
         parts.append(_TEXEL)
     parts += [f"#define {key} {_literal(value)}" for key, value in launch.defines]
-    return "\n".join([*parts, str(launch.preamble), _body(launch.body)])
+    text = "\n".join([*parts, str(launch.preamble), _body(launch.body)])
+    helpers = half_helpers(text)
+    return f"{helpers}\n{text}" if helpers else text
 
 
 _TEXEL = """inline float4 texel(__read_only image1d_buffer_t image, const int at) {

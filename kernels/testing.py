@@ -30,8 +30,15 @@ __all__ = [
     "time_kernel",
 ]
 
-_NUMPY = {"float32": np.float32, "int32": np.int32, "bool": np.uint8}
-_WILD = {"float32": np.float32(np.nan), "int32": np.int32(0x7F7F7F7F), "bool": np.uint8(0xA5)}
+_NUMPY = {"float32": np.float32, "float16": np.float16, "int32": np.int32, "bool": np.uint8}
+_WILD = {
+    "float32": np.float32(np.nan),
+    "float16": np.float16(np.nan),
+    "int32": np.int32(0x7F7F7F7F),
+    "bool": np.uint8(0xA5),
+}
+_HALF_STEP, _HALF_LEAST = 2.0**-11, 2.0**-24
+"""A float16 lies within this share of a number, or this from it, if that is larger."""
 _GUARD_ELEMS = 64
 
 
@@ -249,11 +256,13 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _compare(what: str, got: np.ndarray, expected: np.ndarray, rtol: float, size: np.ndarray | float = 0.0) -> None:
-    if got.dtype != np.float32:
+    if got.dtype.kind != "f":
         wrong = got != expected
     else:
         scale = np.abs(expected[np.isfinite(expected)]).max(initial=0.0)
         bound = rtol * np.maximum(np.maximum(np.abs(expected), size), scale)
+        if got.dtype == np.float16:
+            bound = bound + np.maximum(_HALF_STEP * np.abs(expected), _HALF_LEAST)
         with np.errstate(invalid="ignore"):
             close = np.abs(got.astype(np.float64) - expected) <= bound
         both = (np.isnan(got) & np.isnan(expected)) | (np.isinf(expected) & (got == expected))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from layoutopt.graph import DTYPES
 from layoutopt.memory import Arena, Buffer, enforce_budget, pack
 from layoutopt.plan import (
     PLAN_VERSION,
@@ -183,8 +184,7 @@ class _Builder:
 
     def _scratch(self, label: str, kernel: Kernel) -> None:
         for i, workspace in enumerate(kernel.scratch):
-            item_bytes = 1 if workspace.dtype == "bool" else 4
-            self._alive(f"scratch:{label}:{i}", workspace.layout.size_elems * item_bytes)
+            self._alive(f"scratch:{label}:{i}", workspace.layout.size_elems * DTYPES[workspace.dtype])
 
     def _alive(self, name: str, size_bytes: int) -> None:
         step = len(self.steps) - 1

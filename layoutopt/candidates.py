@@ -151,7 +151,9 @@ def candidates(graph: TrainingGraph, rules: Rules) -> dict[str, tuple[Layout, ..
 
 
 def _is_flexible(storage: Storage, rules: Rules) -> bool:
-    return storage.dtype == "float32" and len(storage.shape) > 1 and prod(storage.shape) >= rules.small_elems
+    return (
+        storage.dtype in ("float32", "float16") and len(storage.shape) > 1 and prod(storage.shape) >= rules.small_elems
+    )
 
 
 def _proposing(op: Op) -> Iterable[int]:

@@ -37,6 +37,7 @@ Device = Annotated[
 Model = Annotated[str | None, typer.Option("--device-model", help="Device model: a file or a built-in name.")]
 Memory = Annotated[str | None, typer.Option("--memory", help="Device memory the step may use: 512MiB, 2GiB, …")]
 Strategy = Annotated[str, typer.Option("--strategy", help="ilp (exact), greedy, ideal, rowmajor, …")]
+Storage = Annotated[str, typer.Option("--storage", help="How large tensors lie in memory: fp32 or fp16.")]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")]
 
 
@@ -175,6 +176,7 @@ def capture(
 def calibrate(
     graph: Annotated[list[str] | None, typer.Option("--graph", help="Graph to calibrate for; repeatable.")] = None,
     device: Device = None,
+    storage: Storage = "fp32",
     budget: Annotated[float, typer.Option("--budget", min=5.0, help="Seconds.")] = 100.0,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File; your data folder by default.")] = None,
     json: Json = False,
@@ -182,14 +184,16 @@ def calibrate(
     """Run microbenchmarks on a device and write its device model, with the error on kernels held out from the fit."""
     from costmodel import device as device_models
     from layoutopt.models import calibrated_path, find_graph
+    from layoutopt.rewrites import check_storage
     from layoutopt.tuning import calibrate_for
 
     if output is not None:
         check_target(output)
+    check_storage(storage)
     graphs = tuple(find_graph(g) for g in graph or ())
     runtime = _runtime(device)
     with Progress("calibrating", quiet=json) as bar:
-        model = calibrate_for(runtime, graphs, budget_s=budget, progress=bar.fraction)
+        model = calibrate_for(runtime, graphs, budget_s=budget, progress=bar.fraction, storage=storage)
     path = output or calibrated_path(runtime.info)
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -216,6 +220,7 @@ def plan(
     device_model: Model = None,
     device: Device = None,
     strategy: Strategy = "ilp",
+    storage: Storage = "fp32",
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
     output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.json"),
@@ -228,11 +233,17 @@ def plan(
 
     check_target(output)
     loaded = find_graph(graph)
-    check_request([strategy], memory, loaded)
-    model = _model(device_model, device, loaded, json)
+    check_request([strategy], memory, loaded, storage)
+    model = _model(device_model, device, loaded, json, storage=storage)
     with Progress("planning", quiet=json) as bar:
         solved = solve_plan(
-            loaded, model, strategy=strategy, memory=memory, time_limit_s=time_limit, progress=bar.fraction
+            loaded,
+            model,
+            strategy=strategy,
+            memory=memory,
+            time_limit_s=time_limit,
+            progress=bar.fraction,
+            storage=storage,
         )
     plans.save(solved, output)
     facts = _plan_facts(solved)
@@ -400,6 +411,7 @@ def train(
     device_model: Model = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="Run this plan instead of making one.")] = None,
     strategy: Strategy = "ilp",
+    storage: Storage = "fp32",
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
     calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,
@@ -428,6 +440,7 @@ def train(
         calibration,
         device_model,
         plan_file,
+        storage,
     )
     runtime = _runtime(device)
     with Progress("training", quiet=json) as bar:
@@ -499,7 +512,14 @@ def _runtime(selector: str | None) -> Runtime:
     return Runtime(pick(selector))
 
 
-def _model(given: str | None, selector: str | None, graph: TrainingGraph, quiet: bool, runtime: Runtime | None = None):
+def _model(
+    given: str | None,
+    selector: str | None,
+    graph: TrainingGraph,
+    quiet: bool,
+    runtime: Runtime | None = None,
+    storage: str = "fp32",
+):
     from layoutopt.models import device_model
 
     if given is None and runtime is None:
@@ -508,7 +528,7 @@ def _model(given: str | None, selector: str | None, graph: TrainingGraph, quiet:
         except DeviceError as error:
             raise DeviceError(f"{error}; without a device give --device-model") from error
     with Progress("calibrating", quiet=quiet) as bar:
-        return device_model(given, runtime, [graph], announce=say, progress=bar.fraction)
+        return device_model(given, runtime, [graph], announce=say, progress=bar.fraction, storage=storage)
 
 
 def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:

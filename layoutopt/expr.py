@@ -3,8 +3,9 @@
 Types follow the graph's rule and are settled here: comparisons and logic give bool; ``float`` and the functions of
 real numbers (exp, log, sqrt, rsqrt, recip, tanh, erf, sin, cos) and ``div`` always give float; neg, abs, add, sub,
 mul, max, min and pow give int when every argument is an int, else float; ``where`` gives the type of its two values
-(float beats int beats bool). ``rand(seed, stream, index)`` of three ints gives a float, see :func:`random_uniform`. A
-constant is a bool, an int or a float as Python writes it.
+(float beats int beats bool). ``rand(seed, stream, index)`` of three ints gives a float, see :func:`random_uniform`;
+``round16(x, seed)`` of a float and an int a float, see :func:`round16`. A constant is a bool, an int or a float as
+Python writes it.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "random_uniform",
     "renumber_inputs",
     "result_kind",
+    "round16",
     "tidy",
     "used_inputs",
 ]
@@ -47,6 +49,7 @@ ARITY: dict[str, int] = {
     **dict.fromkeys([*_ARITHMETIC, "div", "and", "or", *_COMPARE], 2),
     "where": 3,
     "rand": 3,
+    "round16": 2,
 }
 """Number of arguments per operation."""
 
@@ -84,6 +87,32 @@ def random_uniform(seed: np.ndarray, stream: np.ndarray, index: np.ndarray) -> n
         key = _mixed(s + t * np.uint32(0x9E3779B9))
         bits = _mixed(_mixed(i + key) + _mixed(key ^ s))
     return (bits >> np.uint32(8)).astype(np.float64) * 2.0**-24
+
+
+def round16(x: np.ndarray, seed: np.ndarray) -> np.ndarray:
+    """Each number as one of the two float16 numbers beside it, at random, with ``x`` for a mean.
+
+    Steps that are small beside a float16's spacing would all be lost in rounding to the nearest; this way they add up.
+    The random bits are a hash of the seed and of the number itself (as float32), so that no place needs to be known.
+    What lies beyond the largest float16 becomes that, NaN stays NaN.
+
+    Args:
+        x: numbers.
+        seed: changes with every step.
+
+    Returns:
+        float32.
+    """
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    own = np.asarray(np.asarray(seed).astype(np.int64) & 0xFFFFFFFF, np.uint32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        noise = _mixed(bits ^ _mixed(own)) >> np.uint32(19)
+        normal = ((bits + noise) & np.uint32(0xFFFFE000)).view(np.float32)
+        size = np.abs(np.asarray(x, np.float32))
+        steps = np.floor(np.where(size < 2.0**-14, size, 0) * 2.0**24 + noise * 2.0**-13)
+        tiny = np.copysign(steps * 2.0**-24, np.asarray(x, np.float32)).astype(np.float32)
+        found = np.where(size < 2.0**-14, tiny, normal)
+    return np.asarray(np.clip(found, np.float32(-65504), np.float32(65504)), np.float32)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -168,6 +197,8 @@ def _apply(name: str, args: list[np.ndarray], dtype: Any) -> np.ndarray:
         return np.trunc(args[0]).astype(np.int64)
     if name == "bool":
         return args[0] != 0
+    if name == "round16":
+        return round16(*args).astype(dtype)
     if name == "rand":
         return np.asarray(random_uniform(*args).astype(dtype))
     if name in _UNARY_REAL or name == "div":
@@ -190,7 +221,7 @@ def _apply(name: str, args: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 def kind_of(dtype: str) -> Kind:
     """The kind of value that a tensor dtype holds."""
-    return {"float32": "float", "int32": "int", "bool": "bool"}[dtype]  # type: ignore[return-value]
+    return {"float32": "float", "float16": "float", "int32": "int", "bool": "bool"}[dtype]  # type: ignore[return-value]
 
 
 def _constant_kind(value: Any) -> Kind:

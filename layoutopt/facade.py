@@ -10,6 +10,7 @@ from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.passes import PassReport, run_passes
 from layoutopt.plan import Plan
+from layoutopt.rewrites import STORAGES, check_storage, rewritten
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
@@ -72,25 +73,30 @@ def capture_model(
     return graph.with_ops(graph.ops, meta={**graph.meta, "facts": facts(graph)}), report
 
 
-def check_request(strategies: Sequence[str], memory: str | None, graph: TrainingGraph | None = None) -> None:
+def check_request(
+    strategies: Sequence[str], memory: str | None, graph: TrainingGraph | None = None, storage: str = "fp32"
+) -> None:
     """Refuse at once what planning would refuse after its work: before a calibration, say.
 
     Args:
         strategies: by name.
         memory: budget in words.
         graph: what the budget is for; its weights alone may already be too much.
+        storage: how its numbers lie in memory.
 
     Raises:
-        LayoutOptError: an unknown strategy, or no size.
+        LayoutOptError: an unknown strategy or storage, or no size.
         InfeasibleError: the budget does not hold what stays on the device from step to step.
     """
     from layoutopt import planner
 
     for name in strategies:
         planner.check_strategy(name)
+    check_storage(storage)
     budget = memory_bytes(memory)
     if graph is None or budget is None:
         return
+    graph = rewritten(graph, STORAGES[storage])
     resident = [t for t in graph.by_role("parameter", "state") if graph.storage_of[t.name] == t.name]
     need = sum(t.size_elems * t.item_bytes for t in resident)
     if need > budget:
@@ -108,9 +114,13 @@ def solve_plan(
     memory: str | None = None,
     time_limit_s: float = 60.0,
     progress: Callable[[str, float], None] | None = None,
+    storage: str = "fp32",
 ) -> Plan:
     """One validated plan."""
-    return solve_all(graph, model, [strategy], memory=memory, time_limit_s=time_limit_s, progress=progress)[strategy]
+    plans = solve_all(
+        graph, model, [strategy], memory=memory, time_limit_s=time_limit_s, progress=progress, storage=storage
+    )
+    return plans[strategy]
 
 
 def solve_all(
@@ -121,13 +131,14 @@ def solve_all(
     memory: str | None = None,
     time_limit_s: float = 60.0,
     progress: Callable[[str, float], None] | None = None,
+    storage: str = "fp32",
 ) -> dict[str, Plan]:
     """A validated plan per strategy (all of them by default), from one set of cost tables."""
     from costmodel.model import CostModel
     from layoutopt import planner
 
     names = list(strategies) or list(planner.STRATEGIES)
-    check_request(names, memory, graph)
+    check_request(names, memory, graph, storage)
     return planner.plan_all(
         graph,
         CostModel(model),
@@ -135,4 +146,5 @@ def solve_all(
         memory_bytes=memory_bytes(memory),
         time_limit_s=time_limit_s,
         progress=progress,
+        storage=storage,
     )

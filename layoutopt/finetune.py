@@ -54,6 +54,7 @@ class Settings:
     calibration_s: float = 60.0
     device_model: str | None = None
     plan: Path | None = None
+    storage: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def finetune(settings: Settings, runtime: Runtime, *, announce: Callable[[str], 
     Raises:
         LayoutOptError: any of the settings, files or numbers is bad; nothing half-written stays behind.
     """
-    check_request([settings.strategy], settings.memory)
+    check_request([settings.strategy], settings.memory, storage=settings.storage)
     if settings.out_dir is not None:
         check_folder(settings.out_dir)
     if settings.plan is not None:
@@ -131,7 +132,7 @@ def _executor(
         plan = plans.load(settings.plan)
         planner.validate(plan, graph, None, runtime.limits)
     else:
-        check_request([settings.strategy], settings.memory, graph)
+        check_request([settings.strategy], settings.memory, graph, settings.storage)
         model = device_model(
             settings.device_model,
             runtime,
@@ -139,6 +140,7 @@ def _executor(
             budget_s=settings.calibration_s,
             announce=announce,
             progress=progress.fraction,
+            storage=settings.storage,
         )
         plan = solve_plan(
             graph,
@@ -147,6 +149,7 @@ def _executor(
             memory=settings.memory,
             time_limit_s=settings.time_limit_s,
             progress=progress.fraction,
+            storage=settings.storage,
         )
     announce(
         f"plan: {plan.solver.strategy} {plan.solver.status}, {len(plan.relayouts)} relayouts, "

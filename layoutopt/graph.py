@@ -60,8 +60,9 @@ sum, its further inputs are the e_i (a bias is seen through an expand view), and
 An *Expr* is a straight-line program: a tuple of instructions, each ``(op, args…)`` where an argument is a reference
 ``["x", i]`` (input i), ``["t", j]`` (instruction j) or ``["c", value]``; ``results`` lists one reference per output.
 Ops: neg exp log sqrt rsqrt recip tanh erf sin cos abs not float int bool; add sub mul div max min pow eq ne lt le gt
-ge and or; where(cond, a, b); rand(seed, stream, index) of ints, a uniform number in [0, 1). Comparisons and logic give
-bool, everything else float unless its inputs are all int.
+ge and or; where(cond, a, b); rand(seed, stream, index) of ints, a uniform number in [0, 1); round16(x, seed), one of
+the float16 numbers beside x, at random. Comparisons and logic give bool, everything else float unless its inputs are
+all int.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ __all__ = ["DTYPES", "Expr", "Op", "Operand", "Phase", "Role", "Storage", "Tenso
 
 Role = Literal["input", "parameter", "state", "constant", "activation", "gradient", "output"]
 Phase = Literal["forward", "loss", "backward", "update"]
-DTYPES = {"float32": 4, "int32": 4, "bool": 1}
+DTYPES = {"float32": 4, "float16": 2, "int32": 4, "bool": 1}
+"""Bytes of an element on a device. float16 is how numbers lie in memory: kernels calculate with float32."""
 KINDS = frozenset(
     {
         *("view", "contraction", "pointwise", "reduce", "concat", "iota", "gather", "scatter_add"),
@@ -102,7 +104,7 @@ class Tensor:
     Attributes:
         name: unique in the graph; parameters carry their module path (``bert.encoder.layer.0…weight``).
         shape: logical extents; ``()`` for a scalar.
-        dtype: "float32", "int32" or "bool" (one byte on a device).
+        dtype: "float32", "float16" (by the rewrite "half" alone), "int32" or "bool" (one byte on a device).
         role: what it is for. "state" is optimizer state; "constant" carries its value in ``TrainingGraph.constants``.
         init: how a parameter or state starts without a checkpoint: "zeros", "ones" or "normal:STD".
         of: for a gradient or state, the parameter it belongs to.

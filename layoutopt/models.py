@@ -12,7 +12,7 @@ from layoutopt.errors import DeviceError, GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.graphfile import decode, decode_meta, load
 from layoutopt.plan import Plan
-from layoutopt.rewrites import planned_graph
+from layoutopt.rewrites import calibration_name, planned_graph
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
@@ -144,6 +144,7 @@ def device_model(
     budget_s: float = 60.0,
     announce: Callable[[str], None] = lambda _: None,
     progress: Callable[[str, float], None] | None = None,
+    storage: str = "fp32",
 ) -> DeviceModel:
     """The device model to plan with.
 
@@ -154,6 +155,7 @@ def device_model(
         budget_s: seconds for a calibration made now.
         announce: told in one sentence what is used.
         progress: of a calibration.
+        storage: how the graphs' numbers lie in memory.
 
     Raises:
         DeviceError: no model is given and there is no device.
@@ -166,14 +168,14 @@ def device_model(
         raise DeviceError("no device model: give --device-model FILE, or a name that `layoutopt devices` lists")
     path = calibrated_path(runtime.info)
     base = devices.load(str(path)) if path.is_file() else None
-    if base is not None and all(graph.hash in base.graphs for graph in graphs):
+    if base is not None and all(calibration_name(graph, storage) in base.graphs for graph in graphs):
         announce(f"device model {path}")
         return base
     from layoutopt.tuning import calibrate_for
 
     lack = f"has no calibration for {', '.join(g.name for g in graphs) or 'planning'} here"
     announce(f"{runtime.info.name} {lack}: measuring for up to {budget_s:.0f} s")
-    model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress, base=base)
+    model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress, base=base, storage=storage)
     path.parent.mkdir(parents=True, exist_ok=True)
     devices.save(model, path)
     announce(f"calibration kept in {path}")

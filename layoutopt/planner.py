@@ -13,14 +13,14 @@ from layoutopt.assembly import assemble, item_cost
 from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
 from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
-from layoutopt.graph import TrainingGraph
+from layoutopt.graph import DTYPES, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.pass_views import overwrites
 from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_plan
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
-from layoutopt.rewrites import alternatives, planned_graph
+from layoutopt.rewrites import STORAGES, alternatives, planned_graph, rewritten
 from layoutopt.solve import solve
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def plan(
     tables: Tables | None = None,
     keep: Iterable[str] = (),
     rewrites: Sequence[str] | None = None,
+    storage: str = "fp32",
 ) -> Plan:
     """Choose every layout and kernel of a step, place it in memory, and validate the result.
 
@@ -83,6 +84,7 @@ def plan(
         tables: from ``tabulate``, to plan one graph by several strategies without pricing it again.
         keep: further tensors that must stay readable after a step.
         rewrites: of the graph (see ``layoutopt.rewrites``); None keeps those that are predicted to be fastest.
+        storage: how numbers lie in memory, "fp32" or "fp16" (large ones as halves).
 
     Raises:
         InfeasibleError: no assignment, or it does not fit ``memory_bytes``.
@@ -93,7 +95,7 @@ def plan(
     kept = tuple(keep)
     if tables is not None:
         return _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, kept)
-    return _best(graph, costs, strategy, memory_bytes, time_limit_s, progress, kept, rewrites)[1]
+    return _best(graph, costs, strategy, memory_bytes, time_limit_s, progress, kept, rewrites, storage)[1]
 
 
 def _plan(
@@ -126,6 +128,7 @@ def _best(
     progress: Progress | None,
     keep: tuple[str, ...],
     rewrites: Sequence[str] | None,
+    storage: str,
 ) -> tuple[Tables, Plan]:
     """The plan of the rewritten graph that is predicted to be fastest, and the tables it came from.
 
@@ -135,9 +138,9 @@ def _best(
     found: list[tuple[Tables, Plan]] = []
     refused: list[InfeasibleError] = []
     pricer = Pricer(costs)
-    for candidate in alternatives(graph, rewrites):
+    for candidate in alternatives(graph, rewrites, storage):
         if _lost(candidate, keep):
-            candidate = graph  # what must stay readable is not to be fused away
+            candidate = rewritten(graph, STORAGES[storage])  # what must stay readable is not to be fused away
         tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
         try:
             found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
@@ -165,6 +168,7 @@ def plan_all(
     *,
     keep: Iterable[str] = (),
     rewrites: Sequence[str] | None = None,
+    storage: str = "fp32",
 ) -> dict[str, Plan]:
     """A plan per strategy, from one set of tables: of the rewritten graph that serves the first strategy best.
 
@@ -174,7 +178,7 @@ def plan_all(
     for name in names:
         check_strategy(name)
     kept = tuple(keep)
-    tables, first = _best(graph, costs, names[0], memory_bytes, time_limit_s, progress, kept, rewrites)
+    tables, first = _best(graph, costs, names[0], memory_bytes, time_limit_s, progress, kept, rewrites, storage)
     rest = {name: _plan(tables, costs, name, memory_bytes, time_limit_s, progress, kept) for name in names[1:]}
     return {names[0]: first, **rest}
 
@@ -309,7 +313,7 @@ def _check_device(
         operands = len(bound.kernel.layouts)
         for name, workspace in zip(bound.slots[operands:], bound.kernel.scratch, strict=True):
             slot = slots.get(name)
-            need = workspace.layout.size_elems * (1 if workspace.dtype == "bool" else 4)
+            need = workspace.layout.size_elems * DTYPES[workspace.dtype]
             if slot is None or slot.size_bytes < need or not slot.first <= step <= slot.last:
                 raise LayoutOptError(f"the plan has no workspace {name} of {need} bytes at step {step}: plan anew")
         if predict is None:

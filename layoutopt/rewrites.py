@@ -19,11 +19,24 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.rewrite_attention import fuse_attention
 from layoutopt.rewrite_epilogue import with_epilogues
+from layoutopt.rewrite_half import half_storage
 from layoutopt.rewrite_logits import overwrite_logits
 from layoutopt.rewrite_neighbours import bring_together
 from layoutopt.rewrite_updates import early_updates
 
-__all__ = ["ALWAYS", "OPTIONAL", "REWRITES", "Rewrite", "alternatives", "origin_of", "planned_graph", "rewritten"]
+__all__ = [
+    "ALWAYS",
+    "OPTIONAL",
+    "REWRITES",
+    "STORAGES",
+    "Rewrite",
+    "alternatives",
+    "calibration_name",
+    "check_storage",
+    "origin_of",
+    "planned_graph",
+    "rewritten",
+]
 
 Rewrite = Callable[[TrainingGraph], TrainingGraph]
 
@@ -33,8 +46,12 @@ REWRITES: dict[str, Rewrite] = {
     "logits": overwrite_logits,
     "neighbours": bring_together,
     "updates": early_updates,
+    "half": half_storage,
 }
 """By name, in the order in which they are applied."""
+
+STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
+"""How numbers may lie in memory (``--storage``), and the rewrites that make it so."""
 
 ALWAYS: tuple[str, ...] = ("logits", "neighbours", "updates")
 OPTIONAL: tuple[str, ...] = ()
@@ -66,7 +83,7 @@ def rewritten(graph: TrainingGraph, names: Iterable[str]) -> TrainingGraph:
     key = graph.hash, ordered
     if key not in _cache:
         out = REWRITES[ordered[-1]](rewritten(graph, ordered[:-1]))
-        _cache[key] = out.with_ops(out.ops, meta={**graph.meta, _META: [graph.hash, list(ordered)]})
+        _cache[key] = out.with_ops(out.ops, meta={**out.meta, _META: [graph.hash, list(ordered)]})
         if len(_cache) > _KEPT:
             _cache.popitem(last=False)
     _cache.move_to_end(key)
@@ -77,6 +94,18 @@ def origin_of(graph: TrainingGraph) -> tuple[str, tuple[str, ...]]:
     """Hash of the graph as captured, and the rewrites that made this one of it."""
     origin, names = graph.meta.get(_META, (graph.hash, ()))
     return str(origin), tuple(names)
+
+
+def calibration_name(graph: TrainingGraph, storage: str | None = None) -> str:
+    """What a device model calls a graph whose kernels were measured.
+
+    Args:
+        graph: as captured, or rewritten.
+        storage: that its numbers are to lie in; as they do by default.
+    """
+    origin, names = origin_of(graph)
+    half = "half" in (names if storage is None else STORAGES[storage])
+    return f"{origin}:fp16" if half else origin
 
 
 def planned_graph(plan: Plan, graph: TrainingGraph) -> TrainingGraph:
@@ -98,22 +127,40 @@ def planned_graph(plan: Plan, graph: TrainingGraph) -> TrainingGraph:
     return graph if names == plan.rewrites else rewritten(graph, plan.rewrites)
 
 
-def alternatives(graph: TrainingGraph, names: Sequence[str] | None = None) -> list[TrainingGraph]:
+def alternatives(
+    graph: TrainingGraph, names: Sequence[str] | None = None, storage: str = "fp32"
+) -> list[TrainingGraph]:
     """The graphs to plan, of which the best is kept; a rewrite that changes nothing is left out.
 
     Args:
         graph: as captured, or rewritten (then it is the only one).
-        names: exactly these rewrites; None lets planning choose.
+        names: exactly these rewrites, besides those of ``storage``; None lets planning choose.
+        storage: one of :data:`STORAGES`.
+
+    Raises:
+        LayoutOptError: there is no such storage or rewrite.
     """
+    check_storage(storage)
+    stored = STORAGES[storage]
     if origin_of(graph)[1]:
         return [graph]
     if names is not None:
-        return [rewritten(graph, names)]
+        return [rewritten(graph, [*names, *stored])]
     chosen: list[list[str]] = [[]]
     for name in OPTIONAL:
         if rewritten(graph, [name]).ops != graph.ops:
             chosen += [[*names, name] for names in chosen]
-    return [rewritten(graph, _effective(graph, [*ALWAYS, *names])) for names in chosen]
+    return [rewritten(graph, _effective(graph, [*ALWAYS, *names, *stored])) for names in chosen]
+
+
+def check_storage(storage: str) -> None:
+    """Whether numbers may lie in memory so.
+
+    Raises:
+        LayoutOptError: there is no such storage; the message lists them.
+    """
+    if storage not in STORAGES:
+        raise LayoutOptError(f"unknown storage {storage!r}: choose one of {', '.join(STORAGES)}")
 
 
 def _effective(graph: TrainingGraph, names: Iterable[str]) -> list[str]:

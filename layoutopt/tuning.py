@@ -36,6 +36,7 @@ def calibrate_for(
     seed: int = 0,
     progress: Callable[[str, float], None] | None = None,
     base: DeviceModel | None = None,
+    storage: str = "fp32",
 ) -> DeviceModel:
     """A device model whose measurements cover what plans of ``graphs`` run.
 
@@ -46,6 +47,7 @@ def calibrate_for(
         seed: of data, sample and held-out share.
         progress: told what is done and the share of the budget used.
         base: an earlier model of the device to add to.
+        storage: how the graphs' numbers lie in memory.
 
     Raises:
         DeviceError: the device refuses the microbenchmarks.
@@ -53,19 +55,19 @@ def calibrate_for(
     from costmodel.calibrate import calibrate
 
     ask = bool(graphs) and budget_s >= LEAST_ASKING_S
-    chooser = (lambda model: _chosen(graphs, model)) if ask else None
-    planned = tuple(a for g in graphs for a in alternatives(g))
+    chooser = (lambda model: _chosen(graphs, model, storage)) if ask else None
+    planned = tuple(a for g in graphs for a in alternatives(g, storage=storage))
     return calibrate(runtime, budget_s, planned, progress, seed, chooser, base)
 
 
-def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel) -> list[Kernel]:
+def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel, storage: str) -> list[Kernel]:
     """Every kernel of every strategy's plan."""
     from costmodel.model import CostModel
     from kernels.bind import bind
     from layoutopt import planner
 
     out: dict[str, Kernel] = {}
-    for graph in [a for g in graphs for a in alternatives(g)]:
+    for graph in [a for g in graphs for a in alternatives(g, storage=storage)]:
         costs = CostModel(model)
         tables = planner.tabulate(graph, costs)
         for strategy in STRATEGIES:

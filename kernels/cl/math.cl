@@ -6,7 +6,8 @@
 // Operators only: PoCL 3.0 does not inline even fmax, select or rint.
 // rand(seed, stream, index): uniform in [0, 1), a hash of its arguments; see random_uniform in layoutopt/expr.py, which
 // gives the same bits.
-// MATH(float16, int16, _v) defines exp_v, erf_v, tanh_v and rand_v.
+// round16(x, seed): one of the float16 numbers beside x, at random; see round16 in layoutopt/expr.py: the same bits.
+// MATH(float16, int16, uint16, _v) defines exp_v, erf_v, tanh_v, rand_v and round16_v.
 
 #define CLAMPED(x, bound) ((x) < -(bound) ? -(bound) : (x) > (bound) ? (bound) : (x))
 #define MATH(F, I, U, S) \
@@ -66,11 +67,22 @@ static F rand##S(I seed, I stream, I index) \
     const U s = AS_UINT##S(seed), key = mix##S(s + AS_UINT##S(stream) * 0x9E3779B9u); \
     const U bits = mix##S(mix##S(AS_UINT##S(index) + key) + mix##S(key ^ s)); \
     return AS_REAL##S(bits >> 8) * 5.9604644775390625e-8f; \
+} \
+static F round16##S(F x, I seed) \
+{ \
+    const U bits = AS_UINT##S(x), noise = mix##S(bits ^ mix##S(AS_UINT##S(seed))) >> 19; \
+    const F normal = AS_FLOAT##S((bits + noise) & 0xFFFFE000u), size = AS_FLOAT##S(bits & 0x7FFFFFFFu); \
+    const F small = size < (F)(6.103515625e-5f) ? size : (F)(0.0f); \
+    const F steps = AS_REAL##S(AS_WHOLE##S(small * 16777216.0f + AS_REAL##S(noise) * 1.220703125e-4f)); \
+    const F tiny = AS_FLOAT##S(AS_UINT##S(steps * 5.9604644775390625e-8f) | (bits & 0x80000000u)); \
+    const F found = size < (F)(6.103515625e-5f) ? tiny : normal; \
+    return CLAMPED(found, (F)(65504.0f)); \
 }
 #define AS_INT_s(x) as_int(x)
 #define AS_FLOAT_s(x) as_float(x)
 #define AS_UINT_s(x) as_uint(x)
 #define AS_REAL_s(x) convert_float(x)
+#define AS_WHOLE_s(x) convert_uint_rtz(x)
 MATH(float, int, uint, _s)
 #if MATH_WIDTH > 1
 #define MATH_CAT_(a, b) a##b
@@ -79,5 +91,6 @@ MATH(float, int, uint, _s)
 #define AS_FLOAT_v(x) MATH_CAT(as_float, MATH_WIDTH)(x)
 #define AS_UINT_v(x) MATH_CAT(as_uint, MATH_WIDTH)(x)
 #define AS_REAL_v(x) MATH_CAT(convert_float, MATH_WIDTH)(x)
+#define AS_WHOLE_v(x) MATH_CAT(MATH_CAT(convert_uint, MATH_WIDTH), _rtz)(x)
 MATH(MATH_CAT(float, MATH_WIDTH), MATH_CAT(int, MATH_WIDTH), MATH_CAT(uint, MATH_WIDTH), _v)
 #endif

@@ -146,7 +146,7 @@ static float lanemax16(float16 v) { return lanemax8(LARGER(v.lo, v.hi)); }
     int turn = 0;
 #define ROWS_END
 #define AFTER_STORES barrier(CLK_GLOBAL_MEM_FENCE);
-#define STM_AT_TARGET(v) if (lane == 0 && live) DX_AT(i, target) = (v)
+#define STM_AT_TARGET(v) if (lane == 0 && live) DX_STORE1(v, i, target)
 
 // The sum or maximum over a row's items, the same for each of them. All read all, which takes fewer barriers than a
 // tree; where they are many, eight at a time are put together first.

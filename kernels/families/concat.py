@@ -57,7 +57,7 @@ def fill_launch(
     def step(width: int, coords: list[str]) -> str:
         at = ",".join(f"{c}+{s}" if s else c for c, s in zip(coords, shift, strict=True))
         if width == 1:
-            return f"{name}_STORE1(0,{at});"
+            return f"{name}_STORE1(({CTYPES[dtype]})0,{at});"
         return f"{name}_STORE{width}(({CTYPES[dtype]}{width})(0),{at});"
 
     return walk_launch(walk, [(name, position)], walk.nest(walk.accesses(position, True, shift)), step)

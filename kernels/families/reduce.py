@@ -50,7 +50,7 @@ _OPS = {
         "affine", ("DY", "X", "MEAN", "RSTD"), ("DG", "DB"), 1, ("DY", "X"), ("MEAN", "RSTD"), flops=5
     ),
 }
-_ELEM = {"float32": "float", "int32": "int"}
+_ELEM = {"float32": "float", "float16": "float", "int32": "int"}
 
 
 class Reduce:
@@ -152,7 +152,7 @@ class _Builder:
 
     def launches(self) -> tuple[tuple[Launch, ...], tuple[Scratch, ...]]:
         """The main launch and one to join the chunks; what they pass on to each other."""
-        dtype = self.spec.dtypes[0]
+        dtype = "int32" if self.spec.dtypes[0] == "int32" else "float32"
         scratch = tuple(Scratch(dtype, Layout.row_major((self.split, self.kept))) for _ in self.partials)
         launches = [getattr(self, f"_{self.variant.name}")()]
         if self.partials:
