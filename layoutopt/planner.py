@@ -32,6 +32,9 @@ __all__ = ["STRATEGIES", "assign", "plan", "plan_all", "tabulate", "validate"]
 STRATEGIES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
 """What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
 
+EQUALLY_FAST = 0.01
+"""Plans of rewritten graphs whose predicted times differ by less than this share are equally fast."""
+
 _REDUCTIONS = frozenset(("contraction", "attention", "attention_grad", *CONVOLUTIONS))
 
 
@@ -132,23 +135,34 @@ def _best(
 ) -> tuple[Tables, Plan]:
     """The plan of the rewritten graph that is predicted to be fastest, and the tables it came from.
 
+    Of plans that are equally fast (see ``EQUALLY_FAST``) it is the one with the smallest arena.
+
     Raises:
-        InfeasibleError: no rewritten graph has a plan; the first one's reason.
+        InfeasibleError, DeviceError: no rewritten graph has a plan that fits; the first one's reason.
     """
     found: list[tuple[Tables, Plan]] = []
-    refused: list[InfeasibleError] = []
+    refused: list[InfeasibleError | DeviceError] = []
     pricer = Pricer(costs)
-    for candidate in alternatives(graph, rewrites, storage):
-        if _lost(candidate, keep):
-            candidate = rewritten(graph, STORAGES[storage])  # what must stay readable is not to be fused away
+    for candidate in _candidates(graph, rewrites, storage, keep):
         tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
         try:
             found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
-        except InfeasibleError as error:
+        except (InfeasibleError, DeviceError) as error:
             refused.append(error)
     if not found:
         raise refused[0]
-    return min(found, key=lambda pair: pair[1].solver.objective_ns)
+    enough_ns = min(plan.solver.objective_ns for _, plan in found) * (1 + EQUALLY_FAST)
+    fast = [pair for pair in found if pair[1].solver.objective_ns <= enough_ns]
+    return min(fast, key=lambda pair: (pair[1].arena_bytes, pair[1].solver.objective_ns))
+
+
+def _candidates(
+    graph: TrainingGraph, rewrites: Sequence[str] | None, storage: str, keep: Sequence[str]
+) -> list[TrainingGraph]:
+    """The rewritten graphs to plan; without the rewrites where they would fuse away what must stay readable."""
+    out = alternatives(graph, rewrites, storage)
+    readable = [candidate for candidate in out if not _lost(candidate, keep)]
+    return readable or [rewritten(graph, STORAGES[storage])]
 
 
 def _lost(graph: TrainingGraph, keep: Sequence[str]) -> bool:

@@ -6,7 +6,7 @@ hashes are always those of the graph as captured; a plan names the rewrites that
 checks or explains it applies them again (:func:`planned_graph`). Rewrites are deterministic.
 
 ``ALWAYS`` are applied whenever they change something; of ``OPTIONAL``, planning tries with and without, and keeps what
-is predicted to be faster.
+is predicted to be faster, or smaller where that is equal.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ REWRITES: dict[str, Rewrite] = {
 STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
 """How numbers may lie in memory (``--storage``), and the rewrites that make it so."""
 
-ALWAYS: tuple[str, ...] = ("logits", "neighbours", "updates")
-OPTIONAL: tuple[str, ...] = ()
+ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "updates")
+OPTIONAL: tuple[str, ...] = ("attention",)
 
 _META = "rewritten"
 _KEPT = 32
