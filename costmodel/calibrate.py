@@ -15,7 +15,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from costmodel.caches import caches_of
+from costmodel.cacheprobe import probe_caches
+from costmodel.caches import caches_of, chase_facts
 from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut, Measurement
 from costmodel.features import FEATURES, features
 from costmodel.fit import fit, judge, samples_of
@@ -32,7 +33,7 @@ from layoutopt.rewrites import calibration_name
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-__all__ = ["BUDGET_S", "calibrate", "describe_held_out", "measured_facts"]
+__all__ = ["BUDGET_S", "calibrate", "chase_seconds", "describe_held_out", "measured_facts"]
 
 BUDGET_S = 100.0
 HELD_OUT_SHARE = 0.2
@@ -54,6 +55,13 @@ SHARE_LAST = 0.1
 SHARE_REFINE = 0.4
 """Share of the budget kept for measuring what the planner would pick, where a planner is given."""
 
+SHARE_CHASE = 0.08
+"""Share of the budget for finding caches by pointer chase."""
+CHASE_S = {"cpu": 9.0, "gpu": 7.0}
+THOROUGH_CHASE_S = 60.0
+LEAST_CHASE_S = 4.0
+"""With less time than this for it, nothing is chased."""
+
 Progress = Callable[[str, float], None]
 Chooser = Callable[[DeviceModel], Sequence[Kernel]]
 
@@ -66,6 +74,7 @@ def calibrate(
     seed: int = 0,
     chooser: Chooser | None = None,
     base: DeviceModel | None = None,
+    thorough: bool = False,
 ) -> DeviceModel:
     """Measure the device.
 
@@ -80,6 +89,7 @@ def calibrate(
             model fitted anew and the chooser asked again, until it names nothing new or the time is used: a kernel is
             then chosen for what it takes, not for what was hoped of it.
         base: an earlier model of the same device whose microbenchmarks and measurements are kept and added to.
+        thorough: chase caches for longer and in finer steps, and time every kernel in more rounds.
 
     Returns:
         A model with raw repetitions, fitted constants and the held-out error. Nothing is written.
@@ -104,7 +114,10 @@ def calibrate(
     tell("microbenchmarks")
     # Features of another version mean other things: its kernels are measured anew.
     known = dict(base.measurements) if base is not None and base.features == FEATURES else {}
-    model = base if base is not None else measured_facts(runtime)
+    if base is None:
+        chase_s = chase_seconds(runtime, budget_s, thorough)
+        base = measured_facts(runtime, chase_s, thorough, lambda: tell("finding caches"))
+    model = base
     model = replace(
         model,
         features=FEATURES,
@@ -149,7 +162,7 @@ def calibrate(
         session.measure(batch, lambda: spent() >= 1 - SHARE_LAST)
     tell(f"{len(session.candidates)} kernels measured, again over all of them")
     for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and spent() > 1:
+        if number >= LEAST_ROUNDS * (2 if thorough else 1) and spent() > 1:
             break
         session.round()
     out = _finish(model, session.records(), session.refused, time.monotonic() - begin)
@@ -257,13 +270,29 @@ def is_held_out(key: str, seed: int) -> bool:
     return random.Random(f"{seed} {key}").random() < HELD_OUT_SHARE
 
 
-def measured_facts(runtime: Runtime) -> DeviceModel:
+def chase_seconds(runtime: Runtime, budget_s: float, thorough: bool = False) -> float:
+    """What of a calibration's budget goes to finding caches; 0 where it is too little to find any."""
+    most = THOROUGH_CHASE_S if thorough else CHASE_S[runtime.limits.kind]
+    share = min(budget_s * SHARE_CHASE * (2 if thorough else 1), most)
+    return share if share >= LEAST_CHASE_S else 0.0
+
+
+def measured_facts(
+    runtime: Runtime, chase_s: float = 0.0, thorough: bool = False, tick: Callable[[], None] = lambda: None
+) -> DeviceModel:
     """A model of what microbenchmarks tell in a few seconds, bandwidths and peak rates; no kernel is measured.
+
+    Args:
+        runtime: the device.
+        chase_s: seconds for finding caches by pointer chase; 0: caches are what system and driver say.
+        thorough: chase in finer steps.
+        tick: called after each round of the chase.
 
     Raises:
         DeviceError: the device refuses a microbenchmark.
     """
     device, found = runtime.info, probes(runtime)
+    caches = probe_caches(runtime, chase_s, thorough=thorough, tick=tick) if chase_s else None
 
     def rate(name: str) -> Fact:
         return Fact(float(f"{found[name].per_s:.6g}"), f"measured: {found[name].what}", "high")
@@ -280,15 +309,16 @@ def measured_facts(runtime: Runtime) -> DeviceModel:
         limits=runtime.limits,
         origin="calibrated",
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        caches=caches_of(runtime),
-        facts={
+        caches=caches_of(runtime, caches),
+        facts=(chase_facts(caches) if caches else {})
+        | {
             "flops_per_s": rate(widest),
             "memory_bytes_per_s": rate("copy_memory"),
             "cache_bytes_per_s": rate("copy_cache"),
             "launch_s": launch,
             "host_launch_s": host,
         },
-        probes=found,
+        probes=found | dict(caches.probes if caches else {}),
         features=FEATURES,
     )
 

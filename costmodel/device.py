@@ -241,8 +241,13 @@ def _plain(model: DeviceModel) -> dict[str, Any]:
 def dumps(model: DeviceModel) -> str:
     """The model as TOML; raw repetitions and features stay on one line each."""
     body = _plain(model)
-    records = body.pop("measurements", {})
+    records, probes = body.pop("measurements", {}), body.pop("probes", {})
     lines = [tomli_w.dumps(body)]
+    for name, p in probes.items():
+        lines.append(
+            f"[probes.{_quoted(name)}]\nwhat = {_quoted(p['what'])}\nwork = {float(p['work'])}\n"
+            f"unit = {_quoted(p['unit'])}\nrounds_ns = {list(p['rounds_ns'])}\n"
+        )
     for key, m in records.items():
         lines.append(
             f"[measurements.{key}]\nvariant = {_quoted(m['variant'])}\nspec = {_quoted(m['spec'])}\n"

@@ -1,5 +1,5 @@
-"""Microbenchmarks of a device: launches, copies, strided and tiled reads, arithmetic by vector width; and the sample of
-kernels that a calibration without a graph measures.
+"""Microbenchmarks of a device: launches, copies, strided reads, arithmetic by vector width (more are in
+``costmodel/memory_probes.py``); and the sample of kernels that a calibration without a graph measures.
 
 Every benchmark is repeated in rounds over all of them, and every repetition is kept.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from costmodel.device import Probe
+from costmodel.memory_probes import memory_runs
+from costmodel.probe_runs import Run, time_runs
 from kernels.spec import DeviceLimits, OpSpec
 from kernels.variants import families, kernels_for
-from layoutopt.errors import DeviceError
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
 
@@ -58,15 +58,6 @@ IN_MEMORY_BYTES = {"cpu": 64 << 20, "gpu": 512 << 20}
 """More than any cache holds."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    name: str
-    what: str
-    work: float
-    unit: str
-    call: tuple[Any, tuple[int, ...], tuple[int, ...]]
-
-
 def probes(runtime: Runtime, rounds: int = 7) -> dict[str, Probe]:
     """Run the microbenchmarks.
 
@@ -78,18 +69,8 @@ def probes(runtime: Runtime, rounds: int = 7) -> dict[str, Probe]:
         DeviceError: the device refuses a kernel.
     """
     buffers = _buffers(runtime)  # held here: a kernel does not keep its arguments alive
-    runs = list(_runs(runtime, *buffers))
-    times: dict[str, list[int]] = {run.name: [] for run in runs}
-    for number in range(rounds + 1):
-        for run in runs:
-            try:
-                event = runtime.launch_timed(*run.call)
-                event.wait()
-            except RuntimeError as error:  # pyopencl's errors derive from it
-                raise DeviceError(f"microbenchmark {run.name} was refused: {error}") from error
-            if number:  # the first round compiles
-                times[run.name].append(int(event.profile.end - event.profile.start))
-    out = {run.name: Probe(run.what, run.work, run.unit, tuple(times[run.name])) for run in runs}
+    runs = [*_runs(runtime, *buffers), *memory_runs(runtime, *buffers)]
+    out = time_runs(runtime, runs, rounds)
     out["launch"] = launch_probe(runtime, rounds)
     out["host_launch"] = host_probe(runtime, rounds)
     return out
@@ -147,7 +128,7 @@ def _buffers(runtime: Runtime) -> tuple[Any, Any]:
     return pair
 
 
-def _runs(runtime: Runtime, source: Any, target: Any) -> Iterator[_Run]:
+def _runs(runtime: Runtime, source: Any, target: Any) -> Iterator[Run]:
     limits = runtime.limits
     gpu = limits.kind == "gpu"
     local = 128 if gpu else 1
@@ -166,12 +147,12 @@ def _runs(runtime: Runtime, source: Any, target: Any) -> Iterator[_Run]:
     vector = f"float{width}"
     each = memory_bytes // (4 * width) // items
     moved = 2.0 * each * items * 4 * width
-    yield _Run("copy_memory", "copy of a large buffer", moved, "bytes", call("copy", vector, 1, source, target, each))
+    yield Run("copy_memory", "copy of a large buffer", moved, "bytes", call("copy", vector, 1, source, target, each))
     total = IN_CACHE_BYTES * limits.compute_units // 4
     each = max(total // (4 * width) // items, 1)
     moved = 2.0 * each * items * 4 * width * 256
     cached = call("copy", vector, 256, source, target, each)
-    yield _Run("copy_cache", "repeated copy within a near cache", moved, "bytes", cached)
+    yield Run("copy_cache", "repeated copy within a near cache", moved, "bytes", cached)
     rows = 256
     for name, stride in (("read_rows", 16), ("read_stride_1k", 256), ("read_stride_16k", 4096)):
         each = rows * stride
@@ -180,13 +161,13 @@ def _runs(runtime: Runtime, source: Any, target: Any) -> Iterator[_Run]:
         count = max(each // stride, 1)
         lines = float(count * max(stride // 16, 1) * items)
         what = f"one value of every line, {stride * 4} bytes from read to read"
-        yield _Run(name, what, lines * 64, "bytes", call("strided", "float", 1, source, target, each, stride, count))
+        yield Run(name, what, lines * 64, "bytes", call("strided", "float", 1, source, target, each, stride, count))
     for lanes in (1, 4, 8, 16):
         steps = 20000 if gpu else 40000
         flops = 2.0 * 8 * lanes * steps * items
         name = f"float{lanes}" if lanes > 1 else "float"
         fma = call("fma_peak", name, 1, source, target, steps)
-        yield _Run(f"fma_{lanes}", f"multiply-adds in {name}", flops, "flop", fma)
+        yield Run(f"fma_{lanes}", f"multiply-adds in {name}", flops, "flop", fma)
 
 
 def _int(value: int) -> Any:

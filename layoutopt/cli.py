@@ -177,12 +177,17 @@ def calibrate(
     graph: Annotated[list[str] | None, typer.Option("--graph", help="Graph to calibrate for; repeatable.")] = None,
     device: Device = None,
     storage: Storage = "fp32",
-    budget: Annotated[float, typer.Option("--budget", min=5.0, help="Seconds.")] = 100.0,
+    budget: Annotated[float | None, typer.Option("--budget", min=5.0, help="Seconds; 100, or 300 if thorough.")] = None,
+    thorough: Annotated[bool, typer.Option("--thorough", help="More rounds, caches in finer steps.")] = False,
+    probes_only: Annotated[
+        bool, typer.Option("--probes-only", help="Microbenchmarks and caches alone; written where -o says, if it does.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File; your data folder by default.")] = None,
     json: Json = False,
 ) -> None:
     """Run microbenchmarks on a device and write its device model, with the error on kernels held out from the fit."""
     from costmodel import device as device_models
+    from costmodel.caches import describe_caches
     from layoutopt.models import calibrated_path, find_graph
     from layoutopt.rewrites import check_storage
     from layoutopt.tuning import calibrate_for
@@ -190,10 +195,16 @@ def calibrate(
     if output is not None:
         check_target(output)
     check_storage(storage)
+    if probes_only:
+        _probes(device, thorough, output, json)
+        return
     graphs = tuple(find_graph(g) for g in graph or ())
     runtime = _runtime(device)
     with Progress("calibrating", quiet=json) as bar:
-        model = calibrate_for(runtime, graphs, budget_s=budget, progress=bar.fraction, storage=storage)
+        seconds = budget or (300.0 if thorough else 100.0)
+        model = calibrate_for(
+            runtime, graphs, budget_s=seconds, progress=bar.fraction, storage=storage, thorough=thorough
+        )
     path = output or calibrated_path(runtime.info)
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +214,7 @@ def calibrate(
         emit({"file": str(path), "device": model.name, "measured": len(model.measurements), "held_out": report})
         return
     out(f"{model.name}: {len(model.measurements)} kernels measured in {model.budget_s:.0f} s")
+    out(describe_caches(model))
     if report is None:
         out("held-out error: too few kernels were measured to keep any out")
     else:
@@ -212,6 +224,25 @@ def calibrate(
             f"Kendall tau {report.tau:.2f}"
         )
     out(f"wrote {path}")
+
+
+def _probes(device: str | None, thorough: bool, output: Path | None, json: bool) -> None:
+    from costmodel import device as device_models
+    from layoutopt.probing import cache_lines, probe_facts, probe_only, probe_rows
+
+    runtime = _runtime(device)
+    with Progress("probing", quiet=json):
+        model = probe_only(runtime, thorough=thorough)
+    if output is not None:
+        device_models.save(model, output)
+    if json:
+        emit({"file": str(output) if output else None, **probe_facts(model)})
+        return
+    table(["probe", "median", "quartiles", "what"], probe_rows(model))
+    for line in cache_lines(model):
+        out(line)
+    if output is not None:
+        out(f"wrote {output}")
 
 
 @app.command()

@@ -37,6 +37,7 @@ def calibrate_for(
     progress: Callable[[str, float], None] | None = None,
     base: DeviceModel | None = None,
     storage: str = "fp32",
+    thorough: bool = False,
 ) -> DeviceModel:
     """A device model whose measurements cover what plans of ``graphs`` run.
 
@@ -48,6 +49,7 @@ def calibrate_for(
         progress: told what is done and the share of the budget used.
         base: an earlier model of the device to add to.
         storage: how the graphs' numbers lie in memory.
+        thorough: more rounds, and caches in finer steps.
 
     Raises:
         DeviceError: the device refuses the microbenchmarks.
@@ -57,7 +59,7 @@ def calibrate_for(
     ask = bool(graphs) and budget_s >= LEAST_ASKING_S
     chooser = (lambda model: _chosen(graphs, model, storage)) if ask else None
     planned = tuple(a for g in graphs for a in alternatives(g, storage=storage))
-    return calibrate(runtime, budget_s, planned, progress, seed, chooser, base)
+    return calibrate(runtime, budget_s, planned, progress, seed, chooser, base, thorough)
 
 
 def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel, storage: str) -> list[Kernel]:

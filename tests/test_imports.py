@@ -36,6 +36,7 @@ FACE = {
         "models",
         "planner",
         "pricing",
+        "probing",
         "profiling",
         "textclass",
         "textdata",
