@@ -19,12 +19,12 @@ from kernels.spec import DeviceLimits, Kernel, OpSpec, op_spec
 from kernels.variants import family_of
 from layoutopt import memory
 from layoutopt.errors import GraphError
-from layoutopt.graph import Op, Storage, TrainingGraph
+from layoutopt.graph import DTYPES, Op, Storage, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.plan import PLAN_VERSION, ArenaSlot, ItemCost, LayoutDoc, Plan, PlannedOp, PlannedRelayout, SolverReport
 from layoutopt.rewrites import origin_of
 
-BYTES = {"float32": 4, "int32": 4, "bool": 1}
+BYTES = DTYPES
 NO_COST = ItemCost(0)
 
 

@@ -8,11 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kernels.spec import OpSpec
+from kernels.reference import evaluate
+from kernels.runtime import devices
+from kernels.spec import Kernel, OpSpec
+from kernels.testing import check_kernels, limits_of
 from kernels.variants import kernels_for
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
-from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, make_spec
+from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, kernels_of, make_spec
 
 RTOL = 2e-3
 """A row's values may be rounded to halves once on the way (softmax), besides where they are stored."""
@@ -42,7 +45,7 @@ def check(
     name: str = "row-major",
     batched: bool = False,
 ) -> set[str]:
-    """Every variant, with matrices in a named layout."""
+    """Variants of every name, with matrices in a named layout."""
     make = MATRIX_LAYOUTS[name]
     layouts = []
     for shape in spec.shapes:
@@ -51,22 +54,37 @@ def check(
             layouts.append(whole if whole is not None else Layout.row_major(shape))
         else:
             layouts.append(make(shape) if len(shape) == 2 else Layout.row_major(shape))
-    return check_all(device_index, as_half(spec, positions), layouts, inputs, RTOL)
+    return check_some(device_index, as_half(spec, positions), layouts, inputs)
 
 
-@pytest.mark.parametrize("name", ["row-major", "transposed", "r-tile 4x4", "pitch"])
+def check_some(device_index: int, spec: OpSpec, layouts: Sequence[Layout], inputs: Sequence[np.ndarray]) -> set[str]:
+    """A variant of each name, the widest or the narrowest; the names."""
+    device = devices()[device_index].handle
+    kernels: dict[str, Kernel] = {}
+    for limits in (limits_of(device), GPU_LIMITS):
+        made = kernels_of(spec, layouts, limits)
+        turn = -1 if len(spec.shapes) % 2 else 1
+        kernels |= {k.key: k for k in {k.variant.name: k for k in made[::turn]}.values()}
+    exact = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in inputs]
+    expected = evaluate(spec.kind, dict(spec.attrs), exact, spec.shapes[spec.inputs :])
+    check_kernels(device, list(kernels.values()), inputs, expected, RTOL)
+    return {kernel.variant.name for kernel in kernels.values()}
+
+
+@pytest.mark.parametrize("name", ["row-major", "r-tile 4x4", "pitch"])
 def test_pointwise(device_index: int, name: str) -> None:
     """Mixed operands, all walks, a program with two results; relayouts are the identity."""
     x, y = halves(37, 23), halves(37, 23)
     spec = make_spec("pointwise", [x, y], [x.shape, x.shape], {"expr": ADD})
     check(device_index, spec, [x, y], (0, 2), name)
     copy = make_spec("pointwise", [x], [x.shape], {"expr": Expr((), (("x", 0),))})
-    for half in ((0, 1), (0,), (1,)):
+    for half in ((0, 1), (1,)):
         check(device_index, copy, [x], half, name)
 
 
-@pytest.mark.parametrize("name", ["row-major", "transposed", "r-tile 8x16 by columns", "pitch"])
-@pytest.mark.parametrize("positions", [(0, 1, 2), (0, 1), (1, 2), (0,)], ids=str)
+@pytest.mark.parametrize(
+    ("positions", "name"), [((0, 1, 2), "row-major"), ((0, 1), "pitch"), ((1, 2), "r-tile 8x16 by columns")], ids=str
+)
 def test_contraction(device_index: int, positions: tuple[int, ...], name: str) -> None:
     """All orientations, halves on any side."""
     a, b = halves(1, 37, 50), halves(1, 50, 45)
@@ -81,15 +99,13 @@ def test_contraction_orientations(device_index: int) -> None:
     spec = make_spec("contraction", [a, b], [(2, 32, 64)])
     seen = check(device_index, spec, [a, b], (0, 1, 2), batched=True)
     assert "outer.n" in seen
-    seen = check(device_index, spec, [a, b], (0, 1, 2), "transposed", batched=True)
     turned = [Layout.row_major((2, 32, 48)), Layout.row_major((2, 48, 64), (0, 2, 1)), Layout.row_major((2, 32, 64))]
-    seen = check_all(device_index, as_half(spec, (0, 1, 2)), turned, [a, b], RTOL)
+    seen = check_some(device_index, as_half(spec, (0, 1, 2)), turned, [a, b])
     assert "dot" in seen
     tiles = [Layout.row_major((1, 32, 48)), Layout.r_tile((48, 64), 4, 4, inner="col").reshape((1, 48, 64))]
     one = make_spec("contraction", [a[:1], b[:1]], [(1, 32, 64)])
-    seen = check_all(
-        device_index, as_half(one, (0, 1, 2)), [*tiles, Layout.row_major((1, 32, 64))], [a[:1], b[:1]], RTOL
-    )
+    layouts = [*tiles, Layout.row_major((1, 32, 64))]
+    seen = check_some(device_index, as_half(one, (0, 1, 2)), layouts, [a[:1], b[:1]])
     assert "tile.n" in seen
 
 
@@ -97,43 +113,40 @@ def test_epilogue(device_index: int) -> None:
     """Sums finished by a program over a half bias, a half pre-activation kept beside a float32 result."""
     a, b, bias = halves(1, 29, 40), halves(1, 40, 33), halves(1, 29, 33)
     spec = make_spec("contraction", [a, b, bias], [(1, 29, 33)] * 2, {"epilogue": BIASED})
-    for positions in ((0, 1, 2, 3), (1, 4), (2,)):
+    for positions in ((0, 1, 2, 3), (1, 4)):
         check(device_index, spec, [a, b, bias], positions, batched=True)
 
 
-@pytest.mark.parametrize("name", ["row-major", "transposed"])
 @pytest.mark.parametrize("kind", ["softmax", "log_softmax", "softmax_grad", "log_softmax_grad"])
-def test_softmax(device_index: int, kind: str, name: str) -> None:
+def test_softmax(device_index: int, kind: str) -> None:
     """Rows of a prime length."""
     x = halves(13, 67)
     y = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
     y = (np.log(y) if kind.startswith("log") else y).astype(np.float16).astype(np.float32)
     inputs = [x, y] if kind.endswith("grad") else [x]
     spec = make_spec(kind, inputs, [x.shape])
-    check(device_index, spec, inputs, range(len(spec.shapes)), name)
+    check(device_index, spec, inputs, range(len(spec.shapes)), "transposed" if "log" in kind else "row-major")
 
 
-@pytest.mark.parametrize("name", ["row-major", "r-tile 4x4"])
-def test_layer_norm(device_index: int, name: str) -> None:
+def test_layer_norm(device_index: int) -> None:
     """Forward and gradients; statistics stay float32."""
     x, dy, gamma, beta = halves(19, 45), halves(19, 45), halves(45), halves(45)
     mean, rstd = x.mean(axis=1), 1 / np.sqrt(x.var(axis=1) + 1e-5)
     forward = make_spec("layer_norm", [x, gamma, beta], [x.shape, (19,), (19,)], {"eps": 1e-5})
-    check(device_index, forward, [x, gamma, beta], (0, 1, 2, 3), name)
+    check(device_index, forward, [x, gamma, beta], (0, 1, 2, 3))
     gradient = make_spec("layer_norm_grad", [dy, x, mean, rstd, gamma], [x.shape])
-    check(device_index, gradient, [dy, x, mean, rstd, gamma], (0, 1, 5), name)
+    check(device_index, gradient, [dy, x, mean, rstd, gamma], (0, 1, 5), "r-tile 4x4")
     affine = make_spec("layer_norm_affine", [dy, x, mean, rstd], [(45,), (45,)])
-    check(device_index, affine, [dy, x, mean, rstd], (0, 1, 4), name)
+    check(device_index, affine, [dy, x, mean, rstd], (0, 1, 4))
 
 
-@pytest.mark.parametrize("fn", ["sum", "mean", "max"])
+@pytest.mark.parametrize("fn", ["mean", "max"])
 def test_reduce(device_index: int, fn: str) -> None:
     """Both axes, cut into parts whose sums are float32."""
     x = halves(301, 35)
     for data in (x, np.ascontiguousarray(x.T)):
         spec = make_spec("reduce", [data], [data.shape[:1]], {"fn": fn})
-        check(device_index, spec, [data], (0, 1))
-        check(device_index, spec, [data], (0,), "transposed")
+        check(device_index, spec, [data], (0, 1), "transposed" if fn == "max" else "row-major")
 
 
 def test_losses(device_index: int) -> None:
@@ -155,7 +168,7 @@ def test_losses(device_index: int) -> None:
 def test_indexing(device_index: int) -> None:
     """Tables and rows of halves; a table's gradient is summed in float32 or not at all."""
     table, ids = halves(31, 21), RNG.integers(0, 31, 53).astype(np.int32)
-    for positions in ((0, 2), (0,), (2,)):
+    for positions in ((0, 2), (2,)):
         check(device_index, make_spec("gather", [table, ids], [(53, 21)]), [table, ids], positions)
     dy = halves(53, 21)
     spec = make_spec("scatter_add", [dy, ids], [(31, 21)], {"padding_idx": 3})
@@ -168,14 +181,13 @@ def test_concat(device_index: int) -> None:
     """Parts of halves and of floats."""
     parts = [halves(3, 4, 7), halves(3, 2, 7)]
     spec = make_spec("concat", parts, [(3, 9, 7)], {"starts": (0, 6)})
-    for positions in ((0, 1, 2), (0, 2), (1,)):
+    for positions in ((0, 2), (1,)):
         check(device_index, spec, parts, positions)
 
 
-@pytest.mark.parametrize("sizes", [(2, 19, 19, 8, 8), (3, 33, 21, 20, 12)], ids=str)
-def test_attention(device_index: int, sizes: tuple[int, int, int, int, int]) -> None:
+def test_attention(device_index: int) -> None:
     """Halves in and out of online softmax, forward and backward; peak and mass stay float32."""
-    b, m, n, d, e = sizes
+    b, m, n, d, e = 3, 33, 21, 20, 12
     q, k, v, do = halves(b, m, d), halves(b, n, d), halves(b, n, e), halves(b, m, e)
     seen = RNG.random((b, m, n)) > 0.3
     seen[..., 0] = True

@@ -86,12 +86,19 @@ PLANS: dict[str, Planner] = {
         graph, limits, mixed(1, kinds=1), any_of(1), relayouts_share=0.2, reuse=True, keep=keep
     ),
     "rewritten": lambda graph, limits, keep: naive_plan(
-        rewritten(graph, REWRITES), limits, mixed(2, kinds=1), any_of(2), relayouts_share=0.2, reuse=True, keep=keep
+        rewritten(graph, [name for name in REWRITES if name != "half"]),
+        limits,
+        mixed(2, kinds=1),
+        any_of(2),
+        relayouts_share=0.2,
+        reuse=True,
+        keep=keep,
     ),
     "solver": solver_plan,
 }
 """From a graph, a device's limits and tensors to keep. ``mixed`` has layouts, kernels and relayouts at random, and so
-has ``rewritten``, after every rewrite; ``solver`` is what planning makes of an uncalibrated device."""
+has ``rewritten``, after every rewrite but that to float16; ``solver`` is what planning makes of an uncalibrated
+device."""
 
 
 @dataclass(frozen=True)
