@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.memory import Buffer, live_bytes
 
-__all__ = ["early_updates", "peak_bytes", "with_groups"]
+__all__ = ["early_updates", "fullest", "peak_bytes", "with_groups"]
 
 _GROUPS = (1, 2, 4, 8, 16, 32, 64)
 _WORTH = 0.01
@@ -42,6 +42,17 @@ def early_updates(graph: TrainingGraph) -> TrainingGraph:
 
 def peak_bytes(graph: TrainingGraph) -> int:
     """Bytes alive at the fullest op, every storage row-major and alone: what the order of ops costs in memory."""
+    return max(_alive_bytes(graph), default=0)
+
+
+def fullest(graph: TrainingGraph) -> int:
+    """The position of the op at which that many bytes are alive."""
+    alive = _alive_bytes(graph)
+    return alive.index(max(alive))
+
+
+def _alive_bytes(graph: TrainingGraph) -> list[int]:
+    """By op."""
     alive: dict[str, list[int]] = {}
     for position, op in enumerate(graph.ops):
         for operand in op.operands:
@@ -55,7 +66,7 @@ def peak_bytes(graph: TrainingGraph) -> int:
         first = 0 if stays or tensor.role == "input" else span[0]
         final = last if stays or name in kept else span[1]
         buffers.append(Buffer(name, tensor.size_elems * tensor.item_bytes, first, final))
-    return max(live_bytes(buffers, len(graph.ops)), default=0)
+    return live_bytes(buffers, len(graph.ops))
 
 
 def with_groups(graph: TrainingGraph, groups: int) -> TrainingGraph:

@@ -22,6 +22,7 @@ from layoutopt.rewrite_epilogue import with_epilogues
 from layoutopt.rewrite_half import half_storage
 from layoutopt.rewrite_logits import overwrite_logits
 from layoutopt.rewrite_neighbours import bring_together
+from layoutopt.rewrite_reuse import write_over
 from layoutopt.rewrite_updates import early_updates
 
 __all__ = [
@@ -46,6 +47,7 @@ REWRITES: dict[str, Rewrite] = {
     "logits": overwrite_logits,
     "neighbours": bring_together,
     "updates": early_updates,
+    "reuse": write_over,
     "half": half_storage,
 }
 """By name, in the order in which they are applied."""
