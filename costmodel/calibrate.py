@@ -127,7 +127,8 @@ def calibrate(
     tell("listing kernels")
     bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)
     costs = CostModel(model)
-    pool = pool_of(graphs, runtime.limits, costs.machine, seed, lambda: spent() > SHARE_POOL, bench.fits)
+    before = spent()  # what microbenchmarks took is no reason to choose from fewer kernels
+    pool = pool_of(graphs, runtime.limits, costs.machine, seed, lambda: spent() > before + SHARE_POOL, bench.fits)
     session = _Session(bench, seed, known)
     constants: dict[str, FamilyFit] = fit(samples_of(known.values(), held_out=False), FEATURES) if known else {}
     again_s = 0.0
