@@ -10,6 +10,7 @@ at the fullest step bound every arena from below, so that the result says how fa
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,17 +101,21 @@ def pack(buffers: Sequence[Buffer], align: int) -> Arena:
 
 def _place(buffers: Iterable[Buffer], align: int) -> list[Placed]:
     placed: list[Placed] = []
+    taken: list[tuple[int, int, int, int]] = []  # offset, end, first and last step of what is placed, ascending
     for buffer in buffers:
         size = _round_up(buffer.size_bytes, align)
-        near = sorted((p.offset_bytes, _round_up(p.end_bytes, align)) for p in placed if p.buffer.meets(buffer))
         best: tuple[int, int] | None = None
         free = 0
-        for start, end in near:
+        for start, end, first, last in taken:
+            if first > buffer.last or buffer.first > last:
+                continue
             gap = start - free
             if gap >= size and (best is None or gap < best[0]):
                 best = (gap, free)
             free = max(free, end)
-        placed.append(Placed(buffer, best[1] if best else free))
+        offset = best[1] if best else free
+        placed.append(Placed(buffer, offset))
+        insort(taken, (offset, offset + size, buffer.first, buffer.last))
     return placed
 
 
