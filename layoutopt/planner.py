@@ -135,33 +135,39 @@ def _best(
 ) -> tuple[Tables, Plan]:
     """The plan of the rewritten graph that is predicted to be fastest, and the tables it came from.
 
-    Of plans that are equally fast (see ``EQUALLY_FAST``) it is the one with the smallest arena.
+    Of plans that are equally fast (see ``EQUALLY_FAST``) it is the one with the smallest arena. Where none fits into
+    memory, graphs that compute some results twice are tried too.
 
     Raises:
-        InfeasibleError, DeviceError: no rewritten graph has a plan that fits; the first one's reason.
+        InfeasibleError, DeviceError: no rewritten graph has a plan that fits; the last one's reason.
     """
     found: list[tuple[Tables, Plan]] = []
     refused: list[InfeasibleError | DeviceError] = []
     pricer = Pricer(costs)
-    for candidate in _candidates(graph, rewrites, storage, keep):
-        tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
-        try:
-            found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
-        except (InfeasibleError, DeviceError) as error:
-            refused.append(error)
-    if not found:
-        raise refused[0]
+    for smaller in (False, True):
+        for candidate in _candidates(graph, rewrites, storage, keep, smaller):
+            tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
+            try:
+                found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
+            except (InfeasibleError, DeviceError) as error:
+                refused.append(error)
+        if found:
+            break
+    else:
+        raise refused[-1]
     enough_ns = min(plan.solver.objective_ns for _, plan in found) * (1 + EQUALLY_FAST)
     fast = [pair for pair in found if pair[1].solver.objective_ns <= enough_ns]
     return min(fast, key=lambda pair: (pair[1].arena_bytes, pair[1].solver.objective_ns))
 
 
 def _candidates(
-    graph: TrainingGraph, rewrites: Sequence[str] | None, storage: str, keep: Sequence[str]
+    graph: TrainingGraph, rewrites: Sequence[str] | None, storage: str, keep: Sequence[str], smaller: bool
 ) -> list[TrainingGraph]:
     """The rewritten graphs to plan; without the rewrites where they would fuse away what must stay readable."""
-    out = alternatives(graph, rewrites, storage)
+    out = alternatives(graph, rewrites, storage, smaller=smaller)
     readable = [candidate for candidate in out if not _lost(candidate, keep)]
+    if smaller:
+        return readable
     return readable or [rewritten(graph, STORAGES[storage])]
 
 

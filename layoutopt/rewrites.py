@@ -22,6 +22,7 @@ from layoutopt.rewrite_epilogue import with_epilogues
 from layoutopt.rewrite_half import half_storage
 from layoutopt.rewrite_logits import overwrite_logits
 from layoutopt.rewrite_neighbours import bring_together
+from layoutopt.rewrite_recompute import recomputed
 from layoutopt.rewrite_reuse import write_over
 from layoutopt.rewrite_updates import early_updates
 
@@ -29,6 +30,7 @@ __all__ = [
     "ALWAYS",
     "OPTIONAL",
     "REWRITES",
+    "SMALLER",
     "STORAGES",
     "Rewrite",
     "alternatives",
@@ -42,6 +44,7 @@ __all__ = [
 Rewrite = Callable[[TrainingGraph], TrainingGraph]
 
 REWRITES: dict[str, Rewrite] = {
+    "recompute": recomputed,
     "attention": fuse_attention,
     "epilogue": with_epilogues,
     "logits": overwrite_logits,
@@ -55,8 +58,10 @@ REWRITES: dict[str, Rewrite] = {
 STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
 """How numbers may lie in memory (``--storage``), and the rewrites that make it so."""
 
-ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "updates")
+ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "updates", "reuse")
 OPTIONAL: tuple[str, ...] = ("attention",)
+SMALLER: tuple[str, ...] = ("recompute",)
+"""Applied besides where no plan fits into memory without: they save memory and may take time."""
 
 _META = "rewritten"
 _KEPT = 32
@@ -130,7 +135,7 @@ def planned_graph(plan: Plan, graph: TrainingGraph) -> TrainingGraph:
 
 
 def alternatives(
-    graph: TrainingGraph, names: Sequence[str] | None = None, storage: str = "fp32"
+    graph: TrainingGraph, names: Sequence[str] | None = None, storage: str = "fp32", *, smaller: bool = False
 ) -> list[TrainingGraph]:
     """The graphs to plan, of which the best is kept; a rewrite that changes nothing is left out.
 
@@ -138,17 +143,20 @@ def alternatives(
         graph: as captured, or rewritten (then it is the only one).
         names: exactly these rewrites, besides those of ``storage``; None lets planning choose.
         storage: one of :data:`STORAGES`.
+        smaller: with :data:`SMALLER`; none where these change nothing, or where the rewrites are given.
 
     Raises:
         LayoutOptError: there is no such storage or rewrite.
     """
     check_storage(storage)
     stored = STORAGES[storage]
+    if smaller and (origin_of(graph)[1] or names is not None or rewritten(graph, SMALLER).ops == graph.ops):
+        return []
     if origin_of(graph)[1]:
         return [graph]
     if names is not None:
         return [rewritten(graph, [*names, *stored])]
-    chosen: list[list[str]] = [[]]
+    chosen: list[list[str]] = [list(SMALLER) if smaller else []]
     for name in OPTIONAL:
         if rewritten(graph, [name]).ops != graph.ops:
             chosen += [[*names, name] for names in chosen]
