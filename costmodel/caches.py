@@ -68,13 +68,13 @@ def _beside(caches: tuple[CacheLevel, ...], findings: CacheFindings) -> tuple[Ca
 
 
 def _nearest(cache: CacheLevel, findings: CacheFindings) -> FoundLevel | None:
-    """The chased level of nearest size; one that is off by a factor of 4 is another."""
+    """The chased level of nearest size; one that is off by a factor of 8 is another."""
 
     def apart(found: FoundLevel) -> float:
         return abs(log2(found.size_bytes / cache.size_bytes))
 
     near = min(findings.caches, key=apart, default=None)
-    return near if near is not None and apart(near) < 2 else None
+    return near if near is not None and apart(near) < 3 else None
 
 
 def _chased(findings: CacheFindings, driver: CacheLevel, *, own_images: bool) -> tuple[CacheLevel, ...]:

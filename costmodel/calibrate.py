@@ -59,8 +59,8 @@ SHARE_CHASE = 0.08
 """Share of the budget for finding caches by pointer chase."""
 CHASE_S = {"cpu": 9.0, "gpu": 7.0}
 THOROUGH_CHASE_S = 60.0
-LEAST_CHASE_S = 4.0
-"""With less time than this for it, nothing is chased."""
+LEAST_CHASE_S = {"cpu": 7.0, "gpu": 3.0}
+"""With less time than this for it, nothing is chased: a CPU's caches are known anyway, a GPU's driver knows little."""
 
 Progress = Callable[[str, float], None]
 Chooser = Callable[[DeviceModel], Sequence[Kernel]]
@@ -275,7 +275,7 @@ def chase_seconds(runtime: Runtime, budget_s: float, thorough: bool = False) -> 
     """What of a calibration's budget goes to finding caches; 0 where it is too little to find any."""
     most = THOROUGH_CHASE_S if thorough else CHASE_S[runtime.limits.kind]
     share = min(budget_s * SHARE_CHASE * (2 if thorough else 1), most)
-    return share if share >= LEAST_CHASE_S else 0.0
+    return share if share >= LEAST_CHASE_S[runtime.limits.kind] else 0.0
 
 
 def measured_facts(

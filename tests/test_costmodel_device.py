@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -80,7 +80,33 @@ def test_shipped_models_state_their_sources(name):
         assert fact.confidence in ("high", "medium", "low", "assumed")
     for cache in shipped.caches:
         assert cache.source
+        assert cache.confidence in ("high", "medium", "low", "assumed")
         assert cache.size_bytes % (cache.line_bytes * cache.ways) == 0, "whole sets"
+    assert shipped.caches[-1].serves == "all", "the last cache serves buffers and images"
+    assert shipped.name == name
+    for key in set(shipped.facts) & {f.name for f in fields(shipped.limits)}:
+        assert shipped.number(key) == getattr(shipped.limits, key), "limits are what the facts say"
+
+
+def test_models_of_the_phones_that_papers_use_ship():
+    adreno = {f"adreno-{n}" for n in (640, 730, 740, 830)}
+    assert adreno | {"mali-g78", "mali-g715", "immortalis-g925", "generic-cpu"} == set(device.list_builtin())
+    rates = [device.load(f"adreno-{n}").number("memory_bytes_per_s") for n in (640, 730, 740, 830)]
+    assert rates == sorted(rates), "each generation reads faster"
+
+
+@pytest.mark.parametrize("name", device.list_builtin())
+def test_shipped_models_plan_the_digits(name):
+    from layoutopt import planner
+    from layoutopt.facade import solve_plan
+    from layoutopt.models import find_graph
+    from layoutopt.rewrites import planned_graph
+
+    shipped, graph = device.load(name), find_graph("vit-digits")
+    plan = solve_plan(graph, shipped, strategy="greedy")
+    planner.validate(plan, planned_graph(plan, graph), None, shipped.limits)
+    assert plan.device_name == name
+    assert plan.solver.objective_ns > 0
 
 
 def test_shipped_phone_is_the_one_of_the_facts():
