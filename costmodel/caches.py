@@ -79,15 +79,20 @@ def _nearest(cache: CacheLevel, findings: CacheFindings) -> FoundLevel | None:
 
 def _chased(findings: CacheFindings, driver: CacheLevel, *, own_images: bool) -> tuple[CacheLevel, ...]:
     """Levels as chased; line and ways as found, else the driver's line and assumed ways."""
-    out = [_level(f"L{i + 1}", found, findings, driver.line_bytes, i) for i, found in enumerate(findings.caches)]
-    if len(out) == 1:  # nobody knows what lies behind it
+    # Latency does not tell whose a cache is. The first is each compute unit's own, unless it has the size of the one
+    # that the driver reports: there, buffers pass by the nearest.
+    skipped = int(0.5 <= findings.caches[0].size_bytes / driver.size_bytes <= 2)
+    out = [
+        replace(_level(f"L{i + 1 + skipped}", found, findings, driver.line_bytes, i), shared=i + skipped > 0)
+        for i, found in enumerate(findings.caches)
+    ]
+    if len(out) == 1 and not skipped:  # nobody knows what lies behind it
         out.append(replace(driver, size_bytes=max(driver.size_bytes, 4 * out[0].size_bytes)))
-    out[-1] = replace(out[-1], shared=True)
     if own_images and len(findings.texture) > 1:
         # The first cache on the way of images; further ones are shared with buffers.
         texture = _level("texture L1", findings.texture[0], None, driver.line_bytes, 0)
         out.insert(0, replace(texture, serves="image", write_back=False, write_allocate=False))
-        if len(out) > 2:
+        if not out[1].shared:
             out[1] = replace(out[1], serves="buffer")
     return tuple(out)
 

@@ -232,7 +232,8 @@ def test_findings_come_back_from_a_file(tmp_path):
     assert again.number("chase_l1_bytes") == 256 * KIB
     assert again.number("chase_memory_latency_s") == pytest.approx(560e-9)
     assert again.facts["chase_l1_ways"].value == "not separable"
-    assert "chase 256 KiB to 320 KiB, 33 ns" not in describe_caches(again), "its caches are of another size"
+    assert describe_caches(again).startswith("caches: L1 32 KiB (assumed; chase: nothing) 64 B lines; L2 1 MiB (assumed; ")
+    assert "L3 32 MiB (assumed; chase 48 MiB to 56 MiB, 210 ns) 64 B lines" in describe_caches(again)
     assert "memory 560 ns" in describe_caches(again)
 
 
@@ -264,6 +265,17 @@ def test_one_level_alone_has_the_drivers_behind_it():
     first, last = caches_of(Fake("gpu", global_mem_cache_size=MIB, global_mem_cacheline_size=64), findings)
     assert (first.size_bytes, last.size_bytes, last.shared) == (64 * KIB, MIB, True)
     assert last.source.startswith("size and line from the driver")
+
+
+def test_a_first_cache_of_the_drivers_size_is_the_shared_one():
+    findings = findings_of(made_probes([(128 * KIB, 80.0), (2 * MIB, 150.0)], 300.0))
+    findings = replace(findings, texture=find_levels(staircase([(KIB, 60.0)], 80.0, sizes_between(256, MIB))))
+    fake = Fake("gpu", texels=65536, global_mem_cache_size=128 * KIB, global_mem_cacheline_size=64)
+    assert [(c.name, c.size_bytes, c.shared, c.serves) for c in caches_of(fake, findings)] == [
+        ("texture L1", KIB, False, "image"),
+        ("L2", 128 * KIB, True, "all"),
+        ("L3", 2 * MIB, True, "all"),
+    ]
 
 
 def test_images_have_a_cache_of_their_own_where_drivers_say_so():
