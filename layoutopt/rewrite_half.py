@@ -131,9 +131,10 @@ def _huge(graph: TrainingGraph) -> tuple[set[str], set[str]]:
     """
     huge = {name for name, value in graph.constants.items() if _largest(value) > _LARGEST}
     masked: set[str] = set()
+    made_back = {o.tensor for op in graph.ops if op.phase == "backward" for o in op.outputs}
     for op in graph.ops:
-        if op.kind not in _PASSING:
-            continue
+        if op.kind not in _PASSING or any(o.tensor in made_back for o in op.inputs):
+            continue  # what a gradient is multiplied by is not huge, and its overflow is seen to
         programs = [x for x in op.attrs.values() if isinstance(x, Expr)]
         made = any(_largest(r[1]) > _LARGEST for e in programs for r in _references(e) if r[0] == "c")
         if made or any(o.tensor in huge | masked for o in op.inputs):

@@ -60,6 +60,8 @@ _OUTER = {
 }
 _DOT = {16: ((4, 4), (6, 4), (8, 2)), 8: ((3, 4), (2, 4), (4, 2)), 4: ((4, 4), (3, 4), (8, 2))}
 _TILE = {16: ((6, 2), (4, 3)), 8: ((6, 2), (4, 2))}
+_HALF_STEPS = {3: 4}
+"""Halves of X that a CPU converts at once, by vectors of Y (else 8): one by one takes as long as multiplying."""
 _GPU_OUTER, _GPU_DOT = ((4, 1), (8, 2)), ((4, 4), (2, 2))
 _GPU_GROUP = {"gr": 8, "gc": 16}
 
@@ -107,7 +109,9 @@ class Contraction:
                 v //= 2
             for mr, nv in _OUTER[v] if cpu else _GPU_OUTER:
                 if nv == 1 or v * nv < 2 * cols:
-                    add(name, rows, cols, {"mr": mr, "nv": nv, "v": v}, v * nv, x=1 if cpu else 4)
+                    half = spec.dtypes[0 if name == "outer.n" else 1] == "float16"
+                    x = 4 if not cpu else 1 if not half else _HALF_STEPS.get(nv, 8)
+                    add(name, rows, cols, {"mr": mr, "nv": nv, "v": v}, v * nv, x=x)
         for v in sorted({widest, 4}, reverse=True):
             for mr, nr in (_DOT[v] if cpu else _GPU_DOT)[: 3 if v == widest else 1]:
                 if v <= k:
