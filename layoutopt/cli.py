@@ -182,6 +182,9 @@ def calibrate(
     probes_only: Annotated[
         bool, typer.Option("--probes-only", help="Microbenchmarks and caches alone; written where -o says, if it does.")
     ] = False,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Write a zip file that calibrates a phone (see README.txt in it).")
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="File; your data folder by default.")] = None,
     json: Json = False,
 ) -> None:
@@ -192,6 +195,9 @@ def calibrate(
     from layoutopt.rewrites import check_storage
     from layoutopt.tuning import calibrate_for
 
+    if export is not None:
+        _export(export, json)
+        return
     if output is not None:
         check_target(output)
     check_storage(storage)
@@ -224,6 +230,17 @@ def calibrate(
             f"Kendall tau {report.tau:.2f}"
         )
     out(f"wrote {path}")
+
+
+def _export(target: Path, json: bool) -> None:
+    from layoutopt.phone import FOLDER, export_bundle
+
+    names = export_bundle(target)
+    if json:
+        emit({"file": str(target), "files": len(names)})
+        return
+    out(f"wrote {target} ({len(names)} files, {target.stat().st_size / 1024:.0f} KiB)")
+    out(f"on the phone: unzip it, read {FOLDER}/README.txt, run `python3 run.py`; bring back the file that it writes")
 
 
 def _probes(device: str | None, thorough: bool, output: Path | None, json: bool) -> None:

@@ -72,12 +72,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any, Literal
 
 from layoutopt.errors import GraphError
 from layoutopt.view import IDENTITY, View
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 __all__ = ["DTYPES", "Expr", "Op", "Operand", "Phase", "Role", "Storage", "Tensor", "TrainingGraph"]
 
@@ -268,6 +269,8 @@ class TrainingGraph:
     @cached_property
     def dag(self) -> nx.DiGraph:
         """Bipartite networkx graph: nodes ``op:NAME`` and ``tensor:NAME`` with the dataclass under ``data``."""
+        import networkx as nx  # only notebooks ask: nobody else waits for it
+
         dag = nx.DiGraph(name=self.name)
         for tensor in self.tensors.values():
             dag.add_node(f"tensor:{tensor.name}", data=tensor, bipartite="tensor", role=tensor.role)
