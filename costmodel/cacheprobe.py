@@ -34,8 +34,9 @@ __all__ = ["CacheFindings", "findings_of", "probe_caches", "sizes_between"]
 ROUNDS = 9
 THOROUGH_ROUNDS = 25
 SMALLEST_BYTES = {"cpu": 4 << 10, "gpu": 2 << 10}
-LARGEST_BYTES = {"cpu": 128 << 20, "gpu": 128 << 20}
-THOROUGH_BYTES = {"cpu": 256 << 20, "gpu": 256 << 20}
+LARGEST_BYTES = {"cpu": 128 << 20, "gpu": 512 << 20}
+"""A GPU's last cache may keep a share of what does not fit: only far beyond it the latency is memory's."""
+THOROUGH_BYTES = {"cpu": 256 << 20, "gpu": 1 << 30}
 COARSE_ABOVE_BYTES = 8 << 20
 """Beyond this, two sizes a doubling are enough unless there is time for four."""
 SMALLEST_TEXTURE_BYTES, LARGEST_TEXTURE_BYTES = 256, 16 << 20
@@ -76,6 +77,12 @@ class CacheFindings:
     def caches(self) -> tuple[FoundLevel, ...]:
         """Levels before memory."""
         return self.levels[:-1]
+
+    @property
+    def sure(self) -> tuple[FoundLevel, ...]:
+        """Those that are more than noise; none where the first is not."""
+        sure = tuple(level for level in self.caches if level.confidence != "low")
+        return sure if sure and sure[0] is self.caches[0] else ()
 
 
 def sizes_between(smallest: int, largest: int, *, coarse_above: int | None = None) -> list[int]:

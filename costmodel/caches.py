@@ -47,7 +47,7 @@ def caches_of(runtime: Runtime, findings: CacheFindings | None = None) -> tuple[
         source="size and line from the driver, ways assumed",
         confidence="medium",
     )
-    if findings is not None and findings.caches:
+    if findings is not None and findings.sure:
         return _chased(findings, last, own_images=runtime.limits.image_max_buffer_texels > 0)
     near = 32 << 10 if runtime.limits.kind == "cpu" else GPU_L1_BYTES
     first = CacheLevel("L1", min(near, last.size_bytes), last.line_bytes, 8, source="no driver reports it: typical")
@@ -81,14 +81,14 @@ def _chased(findings: CacheFindings, driver: CacheLevel, *, own_images: bool) ->
     """Levels as chased; line and ways as found, else the driver's line and assumed ways."""
     # Latency does not tell whose a cache is. The first is each compute unit's own, unless it has the size of the one
     # that the driver reports: there, buffers pass by the nearest.
-    skipped = int(0.5 <= findings.caches[0].size_bytes / driver.size_bytes <= 2)
+    skipped = int(0.5 <= findings.sure[0].size_bytes / driver.size_bytes <= 2)
     out = [
         replace(_level(f"L{i + 1 + skipped}", found, findings, driver.line_bytes, i), shared=i + skipped > 0)
-        for i, found in enumerate(findings.caches)
+        for i, found in enumerate(findings.sure)
     ]
     if len(out) == 1 and not skipped:  # nobody knows what lies behind it
         out.append(replace(driver, size_bytes=max(driver.size_bytes, 4 * out[0].size_bytes)))
-    if own_images and len(findings.texture) > 1:
+    if own_images and len(findings.texture) > 1 and findings.texture[0].confidence != "low":
         # The first cache on the way of images; further ones are shared with buffers.
         texture = _level("texture L1", findings.texture[0], None, driver.line_bytes, 0)
         out.insert(0, replace(texture, serves="image", write_back=False, write_allocate=False))

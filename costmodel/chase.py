@@ -33,6 +33,11 @@ WINDOW_BYTES = {"cpu": 64 << 10, "gpu": 4 << 20}
 """Span within which a chain jumps about before it moves on: pages of that many bytes are in a page table's cache."""
 STEPS = {"cpu": (1 << 16, 1 << 18), "gpu": (1 << 12, 1 << 13)}
 """Fewest and most loads of a walk; a whole round of the chain where that lies in between."""
+READ_BY_ALL_BYTES = 1 << 20
+"""A GPU's working sets from here on are read by all compute units before a walk: they are far beyond any one's own
+cache, and one work group would take longer to read them than to walk."""
+MOST_PLACES = 1 << 18
+"""Of a chain; one through more memory visits some of its lines, at random. All of it is read before a walk."""
 
 _SOURCE = """
 #define STEP(n) p = LOAD(p);
@@ -48,6 +53,11 @@ __kernel void chase(SOURCE_ARG, __global uint *out, const uint first, const uint
         out[0] = p;
     }
     if (sum == 0xffffffffu) out[1] = sum; // never, which no compiler knows: the reads above stay
+}
+__kernel void warm(SOURCE_ARG, __global uint *out, const uint first, const uint units) {
+    uint sum = 0;
+    for (uint i = first % TOUCH + get_global_id(0) * TOUCH; i < units; i += get_global_size(0) * TOUCH) sum += LOAD(i);
+    if (sum == 0xffffffffu) out[1] = sum;
 }
 """
 _BUFFER = """
@@ -99,11 +109,13 @@ def cycle(count: int, window: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def spaced(span_bytes: int, stride_bytes: int, rng: np.random.Generator, kind: str, *, texels: bool = False) -> Chain:
-    """A chain through ``span_bytes`` of memory with a load every ``stride_bytes``."""
+    """A chain through ``span_bytes`` of memory with a load every ``stride_bytes``, or fewer in a large one."""
     unit = 16 if texels else 4
     count = max(span_bytes // stride_bytes, 1)
-    order = cycle(count, max(WINDOW_BYTES[kind] // stride_bytes, 1), rng)
-    return Chain(order * (stride_bytes // unit), span_bytes, span_bytes)
+    every = -(-count // MOST_PLACES)
+    places = np.arange(count // every) * every + rng.integers(0, every, count // every)
+    order = cycle(len(places), max(WINDOW_BYTES[kind] // (stride_bytes * every), 1), rng)
+    return Chain(places[order] * (stride_bytes // unit), span_bytes, span_bytes)
 
 
 def pairs(
@@ -159,8 +171,15 @@ class Chains:
 
     @cached_property
     def _kernel(self) -> Any:
+        return self._entry("chase")
+
+    @cached_property
+    def _warm(self) -> Any:
+        return self._entry("warm")
+
+    def _entry(self, name: str) -> Any:
         how = _IMAGE if self._image else _BUFFER
-        return self._runtime.kernel(how + _SOURCE, "chase", f"chase.{'image' if self._image else 'buffer'}")
+        return self._runtime.kernel(how + _SOURCE, name, f"{name}.{'image' if self._image else 'buffer'}")
 
     @property
     def slots(self) -> int:
@@ -204,13 +223,19 @@ class Chains:
         return self._runtime.image(buffer, words // 4)[0] if self._image else buffer
 
     def launch(self, walk: Walk, steps: int) -> int:
-        """Walk, and return what that took in nanoseconds.
+        """Walk, and return what that took in nanoseconds; with no steps, what the launch takes without the walk.
 
         Raises:
             DeviceError: the device refuses.
         """
         units = walk.chain.span_bytes // (16 if self._image else 4) if walk.chain.warm else 0
         try:
+            if self._runtime.limits.kind == "gpu" and walk.chain.span_bytes >= READ_BY_ALL_BYTES and units:
+                if steps:
+                    self._warm.set_args(walk.source, self._out, np.uint32(walk.first), np.uint32(units))
+                    items = self._runtime.limits.compute_units * 4 * self._local
+                    self._runtime.launch_timed(self._warm, (items,), (self._local,))
+                units = 0
             self._kernel.set_args(walk.source, self._out, np.uint32(walk.first), np.uint32(steps), np.uint32(units))
             event = self._runtime.launch_timed(self._kernel, (self._local,), (self._local,))
             event.wait()

@@ -26,8 +26,10 @@ FLAT = 0.12
 """A plateau grows less than this share from its first size to its last."""
 PLATEAU_OCTAVES = 0.7
 """A plateau spans at least this many doublings of the working set; what is shorter is part of a rise."""
-LEAST_RISE = 1.25
-"""Plateaus closer than this factor are one."""
+LEAST_RISE = 1.45
+"""Plateaus closer than this factor are one: the next cache is slower than that, page tables and farther halves less."""
+LEAST_STEP = 1.25
+"""A miss in place of a hit makes a pair of loads slower by this factor, or nothing is told."""
 FITS = 0.2
 AT_MOST = 1.5
 """A working set fits as long as it takes no more than ``FITS`` of the rise to the next plateau, nor this many times its
@@ -154,11 +156,13 @@ def find_fetch(curve: Curve) -> Finding:
         return Finding(0, NOT_SEPARABLE, "the levels leave no room to look")
     times = isotonic(curve.latency_ns)
     low, high = times[0], times[-1]
-    if high < low * LEAST_RISE:
+    if high < low * LEAST_STEP:
         return Finding(0, NOT_SEPARABLE, f"pairs take {low:.3g} to {high:.3g} ns a load at any distance")
     noise = max(abs(t - raw) for t, raw in zip(times, curve.latency_ns, strict=True))
     if noise > (high - low) / 3:
         return Finding(0, NOT_SEPARABLE, f"from {low:.3g} to {high:.3g} ns a load, but {noise:.3g} ns of noise")
+    if low < 0.4 * high:  # one of two loads misses in any case
+        return Finding(0, NOT_SEPARABLE, f"{low:.3g} ns a load is too little beside {high:.3g}: noise")
     slow = [size for size, t in zip(curve.sizes_bytes, times, strict=True) if t > (low + high) / 2]
     jump = max(b / a for a, b in pairwise(times))
     if jump < 1 + (high / low - 1) / 2:
@@ -242,9 +246,9 @@ def _confidence(
     noise = max((float(np.median(s)) for s in spreads), default=0.0)
     rise_octaves = log2(sizes[above[0]] / sizes[fits])
     factor = log(high / low)
-    if rise_octaves <= 1.0 and factor >= log(1.5) and noise < (high - low) / 2:
-        return "high"
-    return "medium" if rise_octaves <= 2.0 and noise < high - low else "low"
+    if noise > (high - low) / 2 or rise_octaves > 2.5:
+        return "low"
+    return "high" if rise_octaves <= 1.0 and factor >= log(1.5) else "medium"
 
 
 def _reach(curve: Curve, low: float, high: float) -> tuple[int, int] | None:

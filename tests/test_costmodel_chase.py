@@ -141,9 +141,16 @@ def test_fetch_of_sectors_and_of_whole_lines(fetch):
     assert (found.value, found.status) == (fetch, "found"), "32 of a line of 128: a GPU's sectors"
 
 
-@pytest.mark.parametrize(
-    "times", [(20.0, 20.5, 20.4, 21.0), (10.0, 12.0, 14.5, 17.0), (300.0, 150.0, 310.0, 160.0), (100, 30, 60, 140)]
-)
+NO_STEP = [
+    (20.0, 20.5, 20.4, 21.0),
+    (10.0, 12.0, 14.5, 17.0),
+    (300.0, 150.0, 310.0, 160.0),
+    (100, 30, 60, 140),
+    (0.001, 0.001, 7.0, 7.1),
+]
+
+
+@pytest.mark.parametrize("times", NO_STEP)
 def test_fetch_without_a_step_is_not_separable(times):
     assert find_fetch(Curve((16, 32, 64, 128), times)).status == "not separable"
     assert find_fetch(Curve((), ())).status == "not separable"
@@ -190,6 +197,14 @@ def test_cycle_visits_all_once_and_keeps_to_its_window(count, window):
     assert sorted(order) == list(range(count))
     for at in range(0, count, window):
         assert sorted(order[at : at + window]) == list(range(at, min(at + window, count)))
+
+
+def test_a_chain_through_much_memory_visits_some_lines_of_all_of_it():
+    chain = spaced(512 * MIB, 64, np.random.default_rng(5), "gpu")
+    assert len(chain.units) == len(set(chain.units.tolist())) == 1 << 18
+    lines = np.sort(chain.units) * 4 // 64
+    assert (lines // 32 == np.arange(1 << 18)).all(), "one of each 32 neighbours"
+    assert (chain.units * 4 % 64 == 0).all()
 
 
 def test_pairs_lie_a_distance_apart_and_never_meet():
@@ -260,6 +275,15 @@ def test_a_gpus_caches_are_those_chased():
     assert caches_of(fake, nothing) == caches_of(fake), "a chase that finds nothing changes nothing"
 
 
+def test_what_is_near_the_noise_is_told_but_not_taken():
+    curve = staircase([(256 * KIB, 33.0), (48 * MIB, 210.0)], 560.0)
+    findings = CacheFindings(find_levels(replace(curve, spread_ns=tuple(200.0 for _ in curve.latency_ns))))
+    assert [level.confidence for level in findings.caches] == ["low", "low"]
+    assert chase_facts(findings)["chase_l1_bytes"].confidence == "low"
+    fake = Fake("gpu", global_mem_cache_size=4 * MIB, global_mem_cacheline_size=128)
+    assert caches_of(fake, findings) == caches_of(fake)
+
+
 def test_one_level_alone_has_the_drivers_behind_it():
     findings = findings_of(made_probes([(64 * KIB, 33.0)], 210.0))
     first, last = caches_of(Fake("gpu", global_mem_cache_size=MIB, global_mem_cacheline_size=64), findings)
@@ -269,7 +293,7 @@ def test_one_level_alone_has_the_drivers_behind_it():
 
 def test_a_first_cache_of_the_drivers_size_is_the_shared_one():
     findings = findings_of(made_probes([(128 * KIB, 80.0), (2 * MIB, 150.0)], 300.0))
-    findings = replace(findings, texture=find_levels(staircase([(KIB, 60.0)], 80.0, sizes_between(256, MIB))))
+    findings = replace(findings, texture=find_levels(staircase([(KIB, 60.0)], 120.0, sizes_between(256, MIB))))
     fake = Fake("gpu", texels=65536, global_mem_cache_size=128 * KIB, global_mem_cacheline_size=64)
     assert [(c.name, c.size_bytes, c.shared, c.serves) for c in caches_of(fake, findings)] == [
         ("texture L1", KIB, False, "image"),
