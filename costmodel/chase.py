@@ -36,6 +36,8 @@ STEPS = {"cpu": (1 << 16, 1 << 18), "gpu": (1 << 12, 1 << 13)}
 READ_BY_ALL_BYTES = 1 << 20
 """A GPU's working sets from here on are read by all compute units before a walk: they are far beyond any one's own
 cache, and one work group would take longer to read them than to walk."""
+LEAST_WALK_NS = 60_000
+"""A walk is made longer until it takes this long: launches differ by a microsecond or two."""
 MOST_PLACES = 1 << 18
 """Of a chain; one through more memory visits some of its lines, at random. All of it is read before a walk."""
 
@@ -278,6 +280,8 @@ def run_walks(
     whole: dict[str, list[int]] = {walk.name: [] for _, walk in runs}
     for chains, walk in (*runs[:1], *runs[-1:]):  # compiles
         chains.launch(walk, UNROLLED)
+        chains.launch(walk, 0)
+    runs = [(chains, _long_enough(chains, walk)) for chains, walk in runs]
     for number in range(rounds):
         for chains, walk in runs if number % 2 == 0 else reversed(runs):
             warm[walk.name].append(chains.launch(walk, 0))
@@ -294,6 +298,13 @@ def run_walks(
         what = f"dependent loads, {len(walk.chain.units)} places in {walk.chain.span_bytes} bytes"
         out[walk.name] = Probe(what, float(walk.steps), "loads", times)
     return out
+
+
+def _long_enough(chains: Chains, walk: Walk) -> Walk:
+    spent = chains.launch(walk, walk.steps) - chains.launch(walk, 0)
+    if walk.chain.once or spent >= LEAST_WALK_NS:
+        return walk
+    return replace(walk, steps=walk.steps * min(LEAST_WALK_NS // max(spent, 1) + 1, 32))
 
 
 def _check(chains: Chains, walk: Walk) -> None:
