@@ -17,7 +17,8 @@ The first row is one scalar kernel an op over row-major tensors. Then come, each
 All rows are planned from one device model: ``--device-model FILE``, added to when ``--calibration`` is given, or one
 made now. A row whose part changes nothing is left out. A row is not always faster than the one above: it is what was
 measured. Printed are medians of a step (quartiles in the record), the ratio to the row above, launches and arena; the
-losses of all rows must agree to 1e-4 (to 1e-2 with halves). ``--profile N`` prints the N kernels of the last row that take longest.
+losses of all rows must agree to 1e-4 (to 1e-2 with halves). ``--profile N`` prints the N kernels of the last row that
+take longest.
 """
 
 from __future__ import annotations

@@ -337,6 +337,7 @@ def profile(
     device_model: Model = None,
     graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if not beside it.")] = None,
     strategy: Strategy = "ilp",
+    storage: Storage = "fp32",
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Measured steps, whole and launch by launch.")] = 7,
@@ -357,6 +358,7 @@ def profile(
             device_model,
             graph=graph,
             strategy=strategy,
+            storage=storage,
             memory=memory,
             time_limit_s=time_limit,
             announce=say,
@@ -380,6 +382,7 @@ def compare(
     device_model: Model = None,
     device: Device = None,
     strategies: Annotated[str, typer.Option("--strategies", help="Comma-separated; all by default.")] = "",
+    storage: Storage = "fp32",
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="Run each plan on the device.")] = True,
@@ -394,13 +397,15 @@ def compare(
 
     loaded = find_graph(graph)
     names = [s.strip() for s in strategies.split(",") if s.strip()]
-    check_request(names, memory, loaded)
+    check_request(names, memory, loaded, storage)
     runtime = _runtime(device) if measure else None
-    model = _model(device_model, device, loaded, json, runtime)
+    model = _model(device_model, device, loaded, json, runtime, storage)
     if runtime is not None:
         check_device(model.name, f"device model {device_model}", runtime)
     with Progress("planning", quiet=json) as bar:
-        plans = solve_all(loaded, model, names, memory=memory, time_limit_s=time_limit, progress=bar.fraction)
+        plans = solve_all(
+            loaded, model, names, memory=memory, time_limit_s=time_limit, progress=bar.fraction, storage=storage
+        )
     with Progress("comparing", quiet=json) as bar:
         rows = run_compare(
             loaded, plans, model, runtime=runtime, simulate_caches=caches, rounds=rounds, progress=bar.stage

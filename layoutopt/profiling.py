@@ -280,6 +280,7 @@ def prepared(
     *,
     graph: str | None = None,
     strategy: str = "ilp",
+    storage: str = "fp32",
     memory: str | None = None,
     time_limit_s: float = 60.0,
     announce: Callable[[str], None] = lambda _: None,
@@ -293,6 +294,7 @@ def prepared(
         device_model: a file or a built-in name of a model of the device.
         graph: of the plan, where it is not beside it.
         strategy: for a graph.
+        storage: how large tensors lie in memory, for a graph.
         memory: budget in words, for a graph.
         time_limit_s: of the exact solver, for a graph.
         announce: told in a sentence what is used.
@@ -316,12 +318,20 @@ def prepared(
         if graph is not None:
             raise LayoutOptError(f"--graph names the graph of a plan, and {target} is no plan (….json): leave it out")
         loaded = models.find_graph(target)
-        check_request([strategy], memory, loaded)
+        check_request([strategy], memory, loaded, storage)
         here = runtime()
         if device_model is not None:
             roofline_model(device_model, here)
-        model = models.device_model(device_model, here, [loaded], announce=announce, progress=progress)
-        plan = solve_plan(loaded, model, strategy=strategy, memory=memory, time_limit_s=time_limit_s, progress=progress)
+        model = models.device_model(device_model, here, [loaded], announce=announce, progress=progress, storage=storage)
+        plan = solve_plan(
+            loaded,
+            model,
+            strategy=strategy,
+            memory=memory,
+            time_limit_s=time_limit_s,
+            progress=progress,
+            storage=storage,
+        )
     return Executor(here, loaded, plan), example_inputs(loaded), model
 
 

@@ -15,7 +15,7 @@ from layoutopt import digits, rewrite_half
 from layoutopt.checkpoint import initial_values
 from layoutopt.codes import Code, decode, encode
 from layoutopt.errors import GraphError, LayoutOptError
-from layoutopt.expr import round16
+from layoutopt.expr import evaluate_expr, round16
 from layoutopt.facade import check_request, solve_plan
 from layoutopt.graph import Expr, Op, Operand, Tensor, TrainingGraph
 from layoutopt.models import find_graph, uncalibrated
@@ -163,6 +163,24 @@ def test_state_comes_and_goes_decoded() -> None:
     for code, values in ((Code("scaled", 1024.0), gradient), (Code("root", 1024.0), gradient**2)):
         np.testing.assert_allclose(decode(code, encode(code, values)), values, rtol=3e-2, atol=0)
         np.testing.assert_allclose(decode(code, encode(code, values))[1:], values[1:], rtol=2e-3)
+
+
+def test_the_scale_grows_again() -> None:
+    """Halved where the sum is no number, doubled after enough steps, never above where it began or below 1."""
+    half = alternatives(graph(), storage="fp16")[0]
+    program = half.ops[-1].attrs["expr"]
+    first, due = rewrite_half._FIRST_SCALE, rewrite_half._GROWTH_STEPS - 1
+
+    def after(scale: float, clean: int, total: float) -> tuple[float, ...]:
+        given = [np.asarray(scale), np.asarray(clean), np.asarray(7), np.asarray(total)]
+        return tuple(float(x) for x in evaluate_expr(program, given))
+
+    assert after(first / 4, 3, 0.5) == (first / 4, 4, 8)
+    assert after(first / 4, due, 0.5) == (first / 2, 0, 8)
+    assert after(first, due, 0.5) == (first, 0, 8)
+    assert after(first, 3, float("inf")) == (first / 2, 0, 8)
+    assert after(first, 3, float("nan")) == (first / 2, 0, 8)
+    assert after(1.0, 3, float("-inf")) == (1.0, 0, 8)
 
 
 # ---- on devices ------------------------------------------------------------------------------------------------------
