@@ -43,8 +43,9 @@ SMALLEST_TEXTURE_BYTES, LARGEST_TEXTURE_BYTES = 256, 16 << 20
 SHARE_SIZES = 0.65
 """Share of the time for sizes; the rest is for lines and ways."""
 ODD_STRIDE_BYTES = 192
-NEAR_DISTANCES = (16, 32, 64, 128)
-FAR_DISTANCES = (16, 32, 64, 128, 256, 512)
+NEAR_DISTANCES = (8, 16, 32, 64, 128, 256)
+NEAR_BLOCK_BYTES = 512
+FAR_DISTANCES = (8, 16, 32, 64, 128, 256, 512)
 SET_STRIDES = {"cpu": (4 << 10, 8 << 10, 16 << 10), "gpu": (8 << 10, 16 << 10, 32 << 10, 64 << 10)}
 SET_COUNTS = (*range(1, 21), 24, 25, 32, 33)
 
@@ -156,9 +157,9 @@ def _detail_walks(
         out += buffer.add(f"chase_set{stride}", [clashing(n, stride, rng) for n in counts])
     beyond = levels[1].size_bytes or largest
     span = min(16 * near, beyond * 3 // 4)
-    if span // 4 >= near * 5 // 4:  # else pairs within one line would all fit
+    if span * LINE_BYTES // NEAR_BLOCK_BYTES >= near * 5 // 4:  # else pairs within one line would all fit
         for distance in NEAR_DISTANCES:
-            out += buffer.add("chase_near", [pairs(span, 256, distance, rng, kind)], apart=True)
+            out += buffer.add("chase_near", [pairs(span, NEAR_BLOCK_BYTES, distance, rng, kind)], apart=True)
     share = len(FAR_DISTANCES)
     far = [
         pairs(largest, 1024, distance, rng, kind, share=(i, share), once=True)

@@ -164,6 +164,8 @@ def find_fetch(curve: Curve) -> Finding:
     if low < 0.4 * high:  # one of two loads misses in any case
         return Finding(0, NOT_SEPARABLE, f"{low:.3g} ns a load is too little beside {high:.3g}: noise")
     slow = [size for size, t in zip(curve.sizes_bytes, times, strict=True) if t > (low + high) / 2]
+    if not 2 <= len(slow) <= len(times) - 2:
+        return Finding(0, NOT_SEPARABLE, f"from {low:.3g} to {high:.3g} ns a load, at one distance alone")
     jump = max(b / a for a, b in pairwise(times))
     if jump < 1 + (high / low - 1) / 2:
         return Finding(0, NOT_SEPARABLE, f"from {low:.3g} to {high:.3g} ns a load without a clear step")

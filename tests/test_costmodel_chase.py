@@ -135,24 +135,26 @@ def test_line_that_nothing_explains_is_not_separable():
 
 @pytest.mark.parametrize("fetch", [32, 64, 128])
 def test_fetch_of_sectors_and_of_whole_lines(fetch):
-    distances = (16, 32, 64, 128)
+    distances = (8, 16, 32, 64, 128, 256)
     curve = Curve(distances, tuple(17.0 if d < fetch else 30.0 for d in distances))
     found = find_fetch(curve)
     assert (found.value, found.status) == (fetch, "found"), "32 of a line of 128: a GPU's sectors"
 
 
 NO_STEP = [
-    (20.0, 20.5, 20.4, 21.0),
-    (10.0, 12.0, 14.5, 17.0),
-    (300.0, 150.0, 310.0, 160.0),
-    (100, 30, 60, 140),
-    (0.001, 0.001, 7.0, 7.1),
+    (20.0, 20.5, 20.4, 21.0, 20.6),
+    (10.0, 12.0, 14.5, 17.0, 20.0),
+    (300.0, 150.0, 310.0, 160.0, 300.0),
+    (100.0, 30.0, 60.0, 140.0, 150.0),
+    (0.001, 0.001, 0.001, 7.0, 7.1),
+    (172.0, 170.0, 171.0, 172.0, 269.0),
+    (100.0, 200.0, 201.0, 202.0, 200.0),
 ]
 
 
 @pytest.mark.parametrize("times", NO_STEP)
 def test_fetch_without_a_step_is_not_separable(times):
-    assert find_fetch(Curve((16, 32, 64, 128), times)).status == "not separable"
+    assert find_fetch(Curve((16, 32, 64, 128, 256), times)).status == "not separable"
     assert find_fetch(Curve((), ())).status == "not separable"
 
 
