@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
     from kernels.spec import DeviceLimits, Kernel
 
-__all__ = ["STRATEGIES", "assign", "plan", "plan_all", "tabulate", "validate"]
+__all__ = ["EQUALLY_FAST", "STRATEGIES", "assign", "fastest", "plan", "plan_all", "tabulate", "validate"]
 
 STRATEGIES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
 """What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
@@ -155,6 +155,15 @@ def _best(
             break
     else:
         raise refused[-1]
+    return fastest(found)
+
+
+def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:
+    """Of plans of rewritten graphs the one predicted to be fastest; of equally fast ones that with the smallest arena.
+
+    Args:
+        found: at least one, each with the tables it came from.
+    """
     enough_ns = min(plan.solver.objective_ns for _, plan in found) * (1 + EQUALLY_FAST)
     fast = [pair for pair in found if pair[1].solver.objective_ns <= enough_ns]
     return min(fast, key=lambda pair: (pair[1].arena_bytes, pair[1].solver.objective_ns))

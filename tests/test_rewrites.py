@@ -244,7 +244,6 @@ def test_a_plan_file_of_a_rewritten_graph_runs(
     from costmodel import device as device_models
 
     own_folder(tmp_path, monkeypatch)
-    monkeypatch.setattr(rewrites, "ALWAYS", tuple(dict.fromkeys(("epilogue", *rewrites.ALWAYS))))
     info = devices()[device_index]
     device_models.save(
         replace(device_models.load("generic-cpu"), name=info.name, limits=info.limits), tmp_path / "device.toml"
