@@ -196,7 +196,7 @@ def calibrate(
     from layoutopt.tuning import calibrate_for
 
     if export is not None:
-        _export(export, json)
+        _export(export, [find_graph(g) for g in graph or ()], json)
         return
     if output is not None:
         check_target(output)
@@ -232,10 +232,10 @@ def calibrate(
     out(f"wrote {path}")
 
 
-def _export(target: Path, json: bool) -> None:
+def _export(target: Path, graphs: Sequence[TrainingGraph], json: bool) -> None:
     from layoutopt.phone import FOLDER, export_bundle
 
-    names = export_bundle(target)
+    names = export_bundle(target, graphs)
     if json:
         emit({"file": str(target), "files": len(names)})
         return

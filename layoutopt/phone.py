@@ -11,32 +11,41 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
+import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_target, write_atomic
+from layoutopt.graph import TrainingGraph
+from layoutopt.graphfile import encode
 
 __all__ = ["FOLDER", "export_bundle"]
 
 FOLDER = "layoutopt-phone"
 WHOLE = ("kernels", "costmodel")
 """Packages that go along whole, OpenCL sources included."""
-ROOTS = ("costmodel.calibrate", "layoutopt.probing")
-STANDINS = {"structs.py": ("msgspec.py",), "fitting.py": ("scipy/optimize.py", "scipy/stats.py")}
+ROOTS = ("costmodel.calibrate", "layoutopt.probing", "layoutopt.graphfile", "layoutopt.rewrites")
+STANDINS = {
+    "structs.py": ("msgspec/__init__.py",),
+    "pack.py": ("msgspec/msgpack.py",),
+    "fitting.py": ("scipy/optimize.py", "scipy/stats.py"),
+}
+LAST_LINE = {"msgspec/__init__.py": b"\nfrom msgspec import msgpack  # noqa: E402, F401\n"}
 PURE = ("tomli_w",)
 """Small packages of pure Python that go along as they are; pyopencl brings its own."""
 STAMP = (2026, 1, 1, 0, 0, 0)
 """Time of every file: equal contents are equal bundles."""
 
 
-def export_bundle(path: str | os.PathLike[str]) -> list[str]:
+def export_bundle(path: str | os.PathLike[str], graphs: Sequence[TrainingGraph] = ()) -> list[str]:
     """Write the bundle.
 
     Args:
         path: of the zip file.
+        graphs: go along, and the device is calibrated for them; without any, for graphs in general.
 
     Returns:
         The names in it.
@@ -45,7 +54,8 @@ def export_bundle(path: str | os.PathLike[str]) -> list[str]:
         LayoutOptError: it cannot be written there, or a package that goes along is not installed.
     """
     check_target(path)
-    content = dict(sorted({**dict(_own()), **dict(_standins()), **dict(_pure())}.items()))
+    taken = {f"graphs/{i}-{re.sub(r'[^A-Za-z0-9._-]+', '-', g.name)}.graph": encode(g) for i, g in enumerate(graphs)}
+    content = dict(sorted({**dict(_own()), **dict(_standins()), **dict(_pure()), **taken}.items()))
     packed = BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as bundle:
         for name, data in content.items():
@@ -95,7 +105,7 @@ def _standins() -> Iterator[tuple[str, bytes]]:
     folder = _folder("layoutopt") / "standins"
     for name, places in STANDINS.items():
         for place in places:
-            yield f"standins/{place}", (folder / name).read_bytes()
+            yield f"standins/{place}", (folder / name).read_bytes() + LAST_LINE.get(place, b"")
     yield "standins/scipy/__init__.py", b""
     for name in ("run.py", "README.txt"):
         yield name, (folder / name).read_bytes()

@@ -10,6 +10,7 @@ import zipfile
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,8 +24,10 @@ from costmodel.fit import fit, samples_of
 from costmodel.model import CostModel
 from layoutopt.cli import main
 from layoutopt.errors import LayoutOptError
+from layoutopt.graphfile import decode, encode_body
+from layoutopt.models import find_graph
 from layoutopt.phone import FOLDER, export_bundle
-from layoutopt.standins import fitting, structs
+from layoutopt.standins import fitting, pack, structs
 
 ON_A_PHONE = ("numpy", "pyopencl", "pytools", "siphash24", "typing_extensions", "platformdirs")
 """What `pip install pyopencl` brings."""
@@ -35,7 +38,7 @@ DRIVER = "pocl_binary_distribution"
 def bundle(tmp_path_factory) -> Path:
     """The bundle, unpacked."""
     folder = tmp_path_factory.mktemp("phone")
-    export_bundle(folder / "b.zip")
+    export_bundle(folder / "b.zip", [find_graph("vit-digits")])
     with zipfile.ZipFile(folder / "b.zip") as packed:
         packed.extractall(folder)
     return folder / FOLDER
@@ -68,9 +71,13 @@ def test_equal_bundles_hold_what_calibrating_imports_and_no_more(tmp_path, capsy
     assert "run `python3 run.py`" in capsys.readouterr().out
     names = export_bundle(tmp_path / "b.zip")
     assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
-    assert {"run.py", "README.txt", "costmodel/calibrate.py", "layoutopt/probing.py", "standins/msgspec.py"} <= set(
-        names
-    )
+    assert {
+        "run.py",
+        "README.txt",
+        "costmodel/calibrate.py",
+        "layoutopt/probing.py",
+        "standins/msgspec/msgpack.py",
+    } <= set(names)
     assert {"layoutopt/cli.py", "layoutopt/capture.py", "layoutopt/solve.py"}.isdisjoint(names)
     assert any(name.endswith(".cl") for name in names)
     assert (tmp_path / "a.zip").stat().st_size < 1 << 20
@@ -91,6 +98,7 @@ def test_it_calibrates_where_only_numpy_and_pyopencl_are(bundle, packages, tmp_p
     here = devices()[device_index]
     assert (made.name, made.driver, made.origin, made.limits) == (here.name, here.driver, "calibrated", here.limits)
     assert made.features == FEATURES
+    assert made.graphs == (find_graph("vit-digits").hash,), "the same hash as here"
     assert made.probes["copy_memory"].rounds_ns
     assert len(made.measurements) >= 1
     again = fit(samples_of(made.measurements.values()), FEATURES)
@@ -109,6 +117,18 @@ def test_what_is_wrong_is_said_in_a_sentence(bundle, packages, tmp_path, device_
     assert listed.returncode == 0
     assert f"{device_index}: " in listed.stdout
     assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(max_size=300),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text(max_size=40), inner, max_size=20),
+    max_leaves=30,
+)
 
 
 # ---- stand-ins -----------------------------------------------------------------------------------------------------
@@ -134,8 +154,6 @@ def test_tau_as_scipys(pairs):
 
 
 def test_plain_values_and_structs():
-    import msgspec
-
     value = {"a": (1, 2.5, ("x", None, True)), "b": {"c": []}}
     assert structs.to_builtins(value) == {"a": [1, 2.5, ["x", None, True]], "b": {"c": []}}
     for text in ('a "quoted" é\n\\', "", "\u2028"):
@@ -154,3 +172,32 @@ def test_plain_values_and_structs():
     assert Pair(1) == Pair(1, 2)
     with pytest.raises(AttributeError):
         Pair(1).left = 3
+
+
+@given(PLAIN)
+def test_message_pack_as_msgspecs(value):
+    assert pack.encode(value) == msgspec.msgpack.encode(value)
+    assert pack.decode(msgspec.msgpack.encode(value)) == value
+
+
+@pytest.mark.parametrize("size", [31, 32, 255, 256, 65535, 65536])
+def test_lengths_of_message_pack(size):
+    for value in ("x" * size, b"x" * size, [None] * size, {str(i): i for i in range(size)}):
+        assert pack.encode(value) == msgspec.msgpack.encode(value)
+        assert pack.decode(pack.encode(value)) == value
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\xd9\x05ab", b"\x93\x01", b"\xcb\x00", b"\x01\x02", b"\xa5ab"])
+def test_damaged_message_pack_is_refused(data):
+    with pytest.raises(ValueError, match=r"end early|begins nothing|after the value"):
+        pack.decode(data)
+
+
+def test_graphs_are_the_same_bytes(monkeypatch):
+    from layoutopt import graphfile
+
+    graph = find_graph("vit-digits")
+    want, whole = encode_body(graph), graphfile.encode(graph)
+    monkeypatch.setattr(msgspec, "msgpack", pack)
+    assert encode_body(graph) == want
+    assert decode(whole).hash == graph.hash

@@ -60,7 +60,9 @@ def _calibrate(given: argparse.Namespace) -> int:
     from costmodel.caches import describe_caches
     from costmodel.calibrate import calibrate, describe_held_out
     from kernels.runtime import Runtime, pick
+    from layoutopt.graphfile import load
     from layoutopt.probing import probe_only
+    from layoutopt.rewrites import alternatives
 
     runtime = Runtime(pick(given.device))
     print(f"calibrating {runtime.info.label}; keep the phone cool and awake", file=sys.stderr)
@@ -71,7 +73,8 @@ def _calibrate(given: argparse.Namespace) -> int:
     if given.probes_only:
         model = probe_only(runtime, thorough=given.thorough)
     else:
-        model = calibrate(runtime, given.budget, progress=tell, thorough=given.thorough)
+        graphs = [a for file in sorted((HERE / "graphs").glob("*.graph")) for a in alternatives(load(file))]
+        model = calibrate(runtime, given.budget, graphs, progress=tell, thorough=given.thorough)
     device_models.save(model, given.output)
     print(f"{model.name}: {len(model.measurements)} kernels measured in {model.budget_s:.0f} s")
     print(describe_caches(model))
