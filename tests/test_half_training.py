@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from kernels.execute import Executor
 from kernels.reference import run
 from kernels.runtime import Runtime, devices
 from layoutopt import digits, rewrite_half
+from layoutopt import plan as plans
 from layoutopt.checkpoint import initial_values
+from layoutopt.cli import main
 from layoutopt.codes import Code, decode, encode
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.expr import evaluate_expr, round16
@@ -138,6 +141,22 @@ def test_storages_by_name() -> None:
     assert calibration_name(graph(), "fp16") == f"{graph().hash}:fp16"
     assert calibration_name(alternatives(graph(), storage="fp16")[0]) == f"{graph().hash}:fp16"
     assert calibration_name(alternatives(graph())[0]) == graph().hash
+
+
+def test_the_command_line_plans_with_halves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan names the rewrite; its arena is about half of the other; what is no storage is refused in a sentence."""
+    arenas = {}
+    for storage in ("fp32", "fp16"):
+        file = tmp_path / f"{storage}.json"
+        words = ["plan", "vit-digits", "--device-model", "generic-cpu", "--strategy", "rowmajor", "--storage", storage]
+        assert main([*words, "-o", str(file), "--json"]) == 0
+        made = plans.load(file)
+        assert ("half" in made.rewrites) == (storage == "fp16")
+        arenas[storage] = made.arena_bytes
+    assert 0.45 < arenas["fp16"] / arenas["fp32"] < 0.55
+    capsys.readouterr()
+    assert main(["plan", "vit-digits", "--storage", "half", "--device-model", "generic-cpu"]) == 2
+    assert "unknown storage 'half': choose one of fp32, fp16" in capsys.readouterr().err
 
 
 # ---- small updates ---------------------------------------------------------------------------------------------------
