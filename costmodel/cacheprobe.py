@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -121,7 +121,7 @@ def probe_caches(
     rng = np.random.default_rng(0)
     rounds = THOROUGH_ROUNDS if thorough else ROUNDS
     largest = largest_bytes or (THOROUGH_BYTES if thorough else LARGEST_BYTES)[kind]
-    room = min(runtime.limits.max_alloc_bytes, runtime.limits.global_mem_bytes // 16)
+    room = min(runtime.limits.max_alloc_bytes, runtime.limits.global_mem_bytes // 32)
     while largest > room:
         largest //= 2
     coarse = None if thorough else COARSE_ABOVE_BYTES
@@ -151,7 +151,9 @@ def _detail_walks(
     """Walks for line, fetch and ways of the first level; what the levels leave no room for is left out."""
     near = levels[0].size_bytes
     spans = sizes_between(near, min(8 * near, largest))
-    out = buffer.add(f"chase_stride{ODD_STRIDE_BYTES}", [spaced(s, ODD_STRIDE_BYTES, rng, kind) for s in spans])
+    # Not read beforehand: reading all that lies there would leave other lines in the cache than those that are visited.
+    odd = [replace(spaced(s, ODD_STRIDE_BYTES, rng, kind), warm=False) for s in spans]
+    out = buffer.add(f"chase_stride{ODD_STRIDE_BYTES}", odd)
     for stride in SET_STRIDES[kind]:
         counts = [n for n in SET_COUNTS if n * stride <= largest]
         out += buffer.add(f"chase_set{stride}", [clashing(n, stride, rng) for n in counts])

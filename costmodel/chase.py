@@ -31,11 +31,13 @@ LINE_BYTES = 64
 UNROLLED = 8
 WINDOW_BYTES = {"cpu": 64 << 10, "gpu": 4 << 20}
 """Span within which a chain jumps about before it moves on: pages of that many bytes are in a page table's cache."""
-STEPS = {"cpu": (1 << 16, 1 << 18), "gpu": (1 << 12, 1 << 13)}
+STEPS = {"cpu": (1 << 16, 1 << 18), "gpu": (1 << 13, 1 << 14)}
 """Fewest and most loads of a walk; a whole round of the chain where that lies in between."""
 READ_BY_ALL_BYTES = 1 << 20
 """A GPU's working sets from here on are read by all compute units before a walk: they are far beyond any one's own
 cache, and one work group would take longer to read them than to walk."""
+COLD_ROUNDS = 8
+"""Times that a walk goes round a chain that nothing reads beforehand."""
 LEAST_WALK_NS = 60_000
 """A walk is made longer until it takes this long: launches differ by a microsecond or two."""
 MOST_PLACES = 1 << 18
@@ -210,6 +212,8 @@ class Chains:
 
     def _steps(self, chain: Chain) -> int:
         count = len(chain.units)
+        if not (chain.warm or chain.once):  # the first round is what reads it
+            return max(count * COLD_ROUNDS, self._least) // UNROLLED * UNROLLED
         return max(min(count if chain.once else max(count, self._least), self._most) // UNROLLED, 1) * UNROLLED
 
     def _source(self, chains: Sequence[Chain]) -> Any:

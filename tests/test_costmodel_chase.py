@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from costmodel import device
-from costmodel.cacheprobe import CacheFindings, findings_of, probe_caches, sizes_between
+from costmodel.cacheprobe import SET_COUNTS, SET_STRIDES, CacheFindings, findings_of, probe_caches, sizes_between
 from costmodel.caches import caches_of, chase_facts, cpu_caches, describe_caches
-from costmodel.chase import Chain, Chains, clashing, curve_of, cycle, follow, pairs, run_walks, spaced
+from costmodel.chase import COLD_ROUNDS, Chain, Chains, clashing, curve_of, cycle, follow, pairs, run_walks, spaced
 from costmodel.device import CacheLevel, Probe
 from costmodel.knees import Curve, find_fetch, find_levels, find_line, find_ways, isotonic
 
@@ -188,6 +188,66 @@ def test_ways_that_strides_do_not_agree_on_are_not_separable():
         s: replace(c, latency_ns=tuple(2.0 if n <= 5 else 8.0 for n in range(1, 34))) for s, c in hashed.items()
     }
     assert find_ways(other_size, level, 8.0).status == "not separable", "five ways of a power of two are not 48 KiB"
+
+
+# ---- the probes' own chains through a cache that is known --------------------------------------------------------
+
+
+class Cache:
+    """One level, least recently used of each set goes; a line holds the sectors that missed. Hits 2 ns, misses 8."""
+
+    def __init__(self, size: int, line: int, ways: int, sector: int) -> None:
+        self.line, self.ways, self.sector, self.count = line, ways, sector, size // (line * ways)
+        self.sets: list[dict[int, set[int]]] = [{} for _ in range(self.count)]
+
+    def read(self, address: int) -> float:
+        tag, sector = address // self.line, address // self.sector
+        held = self.sets[tag % self.count]
+        sectors = held.pop(tag, set())
+        hit = sector in sectors
+        held[tag] = sectors | {sector}
+        if len(held) > self.ways:
+            del held[next(iter(held))]
+        return 2.0 if hit else 8.0
+
+
+def walked(shape, chains) -> Curve:
+    """The curve of chains, each through a cache of its own, as a device walks them."""
+    latencies = []
+    for chain in chains:
+        cache, addresses = Cache(*shape), (chain.units * 4).tolist()
+        for address in range(0, chain.span_bytes, 32) if chain.warm else ():
+            cache.read(address)
+        rounds = 1 if chain.once else 2 if chain.warm else COLD_ROUNDS
+        latencies.append(sum(cache.read(a) for _ in range(rounds) for a in addresses) / rounds / len(addresses))
+    return Curve(tuple(chain.size for chain in chains), tuple(latencies))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (16 * KIB, 64, 4, 64),
+        (48 * KIB, 64, 12, 64),
+        (32 * KIB, 128, 8, 32),
+        (24 * KIB, 128, 6, 64),
+        (32 * KIB, 64, 8, 32),
+    ],
+    ids=lambda shape: "{}B-line{}-ways{}-sector{}".format(*shape),
+)
+def test_a_simulated_cache_is_found_by_the_probes_own_chains(shape):
+    size, line, ways, sector = shape
+    rng = np.random.default_rng(6)
+    levels = find_levels(walked(shape, [spaced(s, 64, rng, "cpu") for s in sizes_between(4 * KIB, 8 * size)]))
+    assert [level.size_bytes for level in levels] == [size, 0]
+    first = levels[0]
+    assert (first.latency_ns, levels[1].latency_ns) == (pytest.approx(2, rel=0.05), pytest.approx(8, rel=0.05))
+    spans = sizes_between(size, 8 * size)
+    odd = [replace(spaced(s, 192, rng, "cpu"), warm=False) for s in spans]
+    assert find_line(walked(shape, odd), 192, first, 8.0).value == line
+    near = [pairs(16 * size, 512, d, rng, "cpu") for d in (8, 16, 32, 64, 128, 256)]
+    assert find_fetch(walked(shape, near)).value == sector
+    clashes = {s: walked(shape, [clashing(n, s, rng) for n in SET_COUNTS]) for s in SET_STRIDES["cpu"]}
+    assert find_ways(clashes, first, 8.0).value == ways
 
 
 # ---- chains --------------------------------------------------------------------------------------------------------
