@@ -280,14 +280,13 @@ def test_values_beyond_halves_are_refused(device_index: int) -> None:
 
 
 @pytest.mark.peer
-@pytest.mark.parametrize("names", [("half",), tuple(REWRITES)], ids=["alone", "with all rewrites"])
-def test_bert_beside_torch(device_index: int, names: tuple[str, ...]) -> None:
-    """Two layers of BERT, layouts and kernels at random: losses and gradients within what halves round."""
+def test_bert_beside_torch(device_index: int) -> None:
+    """Two layers of BERT after every rewrite, layouts and kernels at random: losses and gradients within 2%."""
     pytest.importorskip("transformers")
     from tests.zoo_parity import case, zero_in_theory
 
     expected = case("bert-tiny")
-    half = rewritten(expected.graph, names)
+    half = rewritten(expected.graph, REWRITES)
     assert sum(t.dtype == "float16" for t in half.tensors.values()) > 100
     limits = runtime(device_index).limits
     made = naive_plan(half, limits, mixed(3, kinds=1), any_of(3), relayouts_share=0.2, reuse=True)
