@@ -468,6 +468,9 @@ def train(
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
     calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,
+    refine: Annotated[
+        int, typer.Option("--refine", min=0, help="Measure the plan as it runs and plan again, at most so many times.")
+    ] = 0,
     json: Json = False,
 ) -> None:
     """Plan and fine-tune on the device: loss, accuracy, throughput, a checkpoint."""
@@ -494,6 +497,7 @@ def train(
         device_model,
         plan_file,
         storage,
+        refine,
     )
     runtime = _runtime(device)
     with Progress("training", quiet=json) as bar:

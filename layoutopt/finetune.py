@@ -18,13 +18,16 @@ from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.facade import capture_model, check_request, solve_plan
 from layoutopt.files import check_folder
 from layoutopt.graph import TrainingGraph
-from layoutopt.models import check_device, device_model, find_graph, shipped_names
+from layoutopt.models import calibrated_path, check_device, device_model, find_graph, shipped_names
 from layoutopt.optimizers import has_dropout
+from layoutopt.plan import Plan
+from layoutopt.refining import refine
 from layoutopt.show import Progress
 from layoutopt.textclass import RunState
 from layoutopt.train import Dataset, History, Schedule, batch_size, evaluate, fit
 
 if TYPE_CHECKING:
+    from costmodel.device import DeviceModel
     from kernels.execute import Executor
     from kernels.runtime import Runtime
 
@@ -55,6 +58,7 @@ class Settings:
     device_model: str | None = None
     plan: Path | None = None
     storage: str = "fp32"
+    refine: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,8 @@ def finetune(settings: Settings, runtime: Runtime, *, announce: Callable[[str], 
         LayoutOptError: any of the settings, files or numbers is bad; nothing half-written stays behind.
     """
     check_request([settings.strategy], settings.memory, storage=settings.storage)
+    if settings.refine and settings.plan is not None:
+        raise LayoutOptError("--refine makes plans of its own: leave out --plan")
     if settings.out_dir is not None:
         check_folder(settings.out_dir)
     if settings.plan is not None:
@@ -142,20 +148,56 @@ def _executor(
             progress=progress.fraction,
             storage=settings.storage,
         )
-        plan = solve_plan(
-            graph,
-            model,
-            strategy=settings.strategy,
-            memory=settings.memory,
-            time_limit_s=settings.time_limit_s,
-            progress=progress.fraction,
-            storage=settings.storage,
-        )
+        plan = _solved(settings, graph, model, progress)
+        if settings.refine:
+            plan = _refined(settings, graph, model, plan, values, runtime, announce, progress)
     announce(
         f"plan: {plan.solver.strategy} {plan.solver.status}, {len(plan.relayouts)} relayouts, "
         f"arena {plan.arena_bytes / 2**20:.1f} MiB, predicted step {predicted_s(plan) * 1e3:.1f} ms"
     )
     return Executor(runtime, graph, plan, values), predicted_s(plan)
+
+
+def _solved(settings: Settings, graph: TrainingGraph, model: DeviceModel, progress: Progress) -> Plan:
+    return solve_plan(
+        graph,
+        model,
+        strategy=settings.strategy,
+        memory=settings.memory,
+        time_limit_s=settings.time_limit_s,
+        progress=progress.fraction,
+        storage=settings.storage,
+    )
+
+
+def _refined(
+    settings: Settings,
+    graph: TrainingGraph,
+    model: DeviceModel,
+    plan: Plan,
+    values: dict[str, np.ndarray],
+    runtime: Runtime,
+    announce: Callable[[str], None],
+    progress: Progress,
+) -> Plan:
+    """The fastest plan that measuring within steps leads to; what was measured goes into this user's calibration."""
+    from costmodel import device as devices
+
+    found = refine(
+        runtime,
+        graph,
+        plan,
+        model,
+        lambda refined: _solved(settings, graph, refined, progress),
+        values=values,
+        rounds=settings.refine,
+        announce=announce,
+    )
+    if settings.device_model is None:
+        devices.save(found.model, calibrated_path(runtime.info))
+    beaten = "the first plan was the fastest" if found.first_was_best else "a later plan was faster than the first"
+    announce(f"refined in {len(found.rounds)} rounds: {beaten}")
+    return found.plan
 
 
 def _run(

@@ -120,6 +120,7 @@ def test_missing_files(capsys, tmp_path: Path, arguments: list[str], says: str) 
         (["absent.graph", "--data", "digits"], "no training graph at absent.graph"),
         (["vit-digits", "--data", "digits", "--checkpoint", "absent"], "no checkpoint at absent"),
         (["vit-digits", "--data", "digits", "--plan", "absent.json"], "no plan at absent.json"),
+        (["vit-digits", "--data", "digits", "--plan", "mine.json", "--refine", "1"], "--refine makes plans of its own"),
         (["vit-digits", "--data", "digits", "--device-model", "absent"], "no device model 'absent'"),
         (["vit-digits", "--data", "digits", "--resume", "."], "--resume continues text runs only"),
         (["minilm", "--data", "absent.txt"], "no data file at absent.txt"),

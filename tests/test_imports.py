@@ -38,6 +38,7 @@ FACE = {
         "planner",
         "pricing",
         "probing",
+        "refining",
         "standins.run",
         "profiling",
         "textclass",
