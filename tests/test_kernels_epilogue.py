@@ -323,7 +323,9 @@ def test_same_variants_as_without() -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "lines"), [(ROWS, 3), (COLUMNS, 48), (tiled(4, 4), 12), (BY_N, 0), (BY_M, 0)], ids=["rows", "columns", "tiles", "by n", "by m"]
+    ("extra", "lines"),
+    [(ROWS, 3), (COLUMNS, 48), (tiled(4, 4), 12), (BY_N, 0), (BY_M, 0)],
+    ids=["rows", "columns", "tiles", "by n", "by m"],
 )
 def test_lines_asked_for_are_those_of_a_row(extra: Callable, lines: int) -> None:
     """48 floats begin 3 lines of 64 bytes, 48 where columns are far apart; what is broadcast is there anyway."""
