@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.pass_views import overwrites
-from layoutopt.rewrite_updates import fullest, peak_bytes
+from layoutopt.rewrite_updates import fullest
 
 __all__ = ["write_over"]
 
@@ -29,11 +29,15 @@ def write_over(graph: TrainingGraph) -> TrainingGraph:
     Args:
         graph: views folded.
     """
+    position, peak = fullest(graph)
     for _ in range(_MOST):
-        changed = _over_one(graph, graph.ops[fullest(graph)])
-        if changed is None or peak_bytes(changed) >= peak_bytes(graph):
+        changed = _over_one(graph, graph.ops[position])
+        if changed is None:
             break
-        graph = changed
+        position, smaller = fullest(changed)
+        if smaller >= peak:
+            break
+        graph, peak = changed, smaller
     return graph
 
 

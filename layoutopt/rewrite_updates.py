@@ -45,10 +45,11 @@ def peak_bytes(graph: TrainingGraph) -> int:
     return max(_alive_bytes(graph), default=0)
 
 
-def fullest(graph: TrainingGraph) -> int:
-    """The position of the op at which that many bytes are alive."""
+def fullest(graph: TrainingGraph) -> tuple[int, int]:
+    """The position of the op at which most bytes are alive, and how many."""
     alive = _alive_bytes(graph)
-    return alive.index(max(alive))
+    peak = max(alive)
+    return alive.index(peak), peak
 
 
 def _alive_bytes(graph: TrainingGraph) -> list[int]:

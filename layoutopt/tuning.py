@@ -56,22 +56,24 @@ def calibrate_for(
     """
     from costmodel.calibrate import calibrate
 
-    ask = bool(graphs) and budget_s >= LEAST_ASKING_S
-    chooser = (lambda model: _chosen(graphs, model, storage)) if ask else None
     planned = tuple(a for g in graphs for a in alternatives(g, storage=storage))
+    ask = bool(planned) and budget_s >= LEAST_ASKING_S
+    chooser = (lambda model: _chosen(planned, model)) if ask else None
     return calibrate(runtime, budget_s, planned, progress, seed, chooser, base, thorough)
 
 
-def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel, storage: str) -> list[Kernel]:
-    """Every kernel of every strategy's plan."""
+def _chosen(graphs: Sequence[TrainingGraph], model: DeviceModel) -> list[Kernel]:
+    """Every kernel of every strategy's plan of graphs as they are to be planned."""
     from costmodel.model import CostModel
     from kernels.bind import bind
     from layoutopt import planner
+    from layoutopt.pricing import Pricer
 
     out: dict[str, Kernel] = {}
-    for graph in [a for g in graphs for a in alternatives(g, storage=storage)]:
-        costs = CostModel(model)
-        tables = planner.tabulate(graph, costs)
+    costs = CostModel(model)
+    pricer = Pricer(costs)
+    for graph in graphs:
+        tables = planner.tabulate(graph, costs, pricer=pricer)
         for strategy in STRATEGIES:
             try:
                 plan = planner.plan(graph, costs, strategy, None, SOLVE_S, tables=tables)

@@ -58,7 +58,7 @@ def _plain(op: Op) -> Op:
 
 def test_a_sum_takes_the_place_of_a_part() -> None:
     graph = tied_step()
-    assert graph.ops[fullest(graph)].kind == "pointwise"
+    assert graph.ops[fullest(graph)[0]].kind == "pointwise"
     changed = write_over(graph)
     op = next(op for op in changed.ops if op.outputs[0].tensor == "dw")
     assert op.inplace == ((0, 0),)
