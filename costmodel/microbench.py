@@ -82,9 +82,7 @@ def launch_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
     The host is given a start: a kernel that takes milliseconds goes before the stream, so that the device never waits
     for the next launch. What the host takes to launch is another thing (``host_probe``).
     """
-    gpu = runtime.limits.kind == "gpu"
-    source = _SOURCE.format(vector="float", repeats=1, side=int(gpu))
-    empty, busy = (runtime.kernel(source, name, f"microbench.{name}") for name in ("empty", "fma_peak"))
+    empty, busy = (_kernel(runtime, name) for name in ("empty", "fma_peak"))
     target = runtime.allocate(1 << 20)
     empty.set_args(target)
     busy.set_args(target, target, _int(1 << 20))
@@ -103,8 +101,7 @@ def launch_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
 
 def host_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
     """What a launch takes the host, on the queue that steps are enqueued on."""
-    source = _SOURCE.format(vector="float", repeats=1, side=int(runtime.limits.kind == "gpu"))
-    kernel = runtime.kernel(source, "empty", "microbench.empty")
+    kernel = _kernel(runtime, "empty")
     target = runtime.allocate(64)
     kernel.set_args(target)
     times = []
@@ -116,6 +113,11 @@ def host_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
         if number:
             times.append(max(int(spent / batch), 1))
     return Probe(f"the host enqueues {batch} empty kernels", 1.0, "launches", tuple(times))
+
+
+def _kernel(runtime: Runtime, entry: str, vector: str = "float", repeats: int = 1) -> Any:
+    source = _SOURCE.format(vector=vector, repeats=repeats, side=int(runtime.limits.kind == "gpu"))
+    return runtime.kernel(source, entry, f"microbench.{entry}")
 
 
 def _buffers(runtime: Runtime) -> tuple[Any, Any]:
@@ -137,9 +139,7 @@ def _runs(runtime: Runtime, source: Any, target: Any) -> Iterator[Run]:
     items = workers * local
 
     def call(entry: str, vector: str, repeats: int, *args: Any) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
-        kernel = runtime.kernel(
-            _SOURCE.format(vector=vector, repeats=repeats, side=int(gpu)), entry, f"microbench.{entry}"
-        )
+        kernel = _kernel(runtime, entry, vector, repeats)
         kernel.set_args(*(_int(a) if isinstance(a, int) else a for a in args))
         return kernel, (items,), (local,)
 

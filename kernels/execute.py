@@ -80,8 +80,7 @@ class Executor:
         self._check_plan()
         self._check_fit()
         for name in values or {}:
-            if name not in graph.tensors or graph.tensors[name].role not in ("parameter", "state"):
-                raise GraphError(f"graph {graph.name!r} has no parameter or state {name!r}")
+            self._held(name)
         for name in (*graph.outputs, *keep):
             self._alive_slot(name)
         sent = {
@@ -238,6 +237,13 @@ class Executor:
             value = values[tensor.name] if tensor.name in values else initial_value(tensor, seed)
             self.write(tensor.name, value)
 
+    def _held(self, name: str) -> Tensor:
+        """A parameter or state, which steps leave behind."""
+        tensor = self.graph.tensors.get(name)
+        if tensor is None or tensor.role not in ("parameter", "state"):
+            raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
+        return tensor
+
     def _cast(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
         coded = code_of(self.graph, tensor.name) is not None
         return cast(replace(tensor, dtype="float32") if coded else tensor, value)
@@ -258,10 +264,7 @@ class Executor:
         Raises:
             GraphError: no such tensor, or the array does not fit it.
         """
-        tensor = self.graph.tensors.get(name)
-        if tensor is None or tensor.role not in ("parameter", "state"):
-            raise GraphError(f"graph {self.graph.name!r} has no parameter or state {name!r}")
-        value = self._cast(tensor, array)
+        value = self._cast(self._held(name), array)
         if self.graph.storage_of[name] in self._layouts:
             self._store(name, value)
         else:  # no op uses it: the host keeps what a checkpoint will want back
