@@ -16,7 +16,6 @@ import numpy as np
 from kernels.source import program_source
 from kernels.spec import Kernel, OpSpec
 from layoutopt.errors import DeviceError
-from layoutopt.graph import DTYPES
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -134,7 +133,7 @@ class Bench:
     def fits(self, kernel: Kernel) -> bool:
         """Whether the kernel's operands fit the arenas side by side."""
         n = len(kernel.spec.shapes) + len(kernel.scratch)
-        return sum(self._bytes(kernel, p) + self._read.align_bytes for p in range(n)) <= self._read.size_bytes
+        return sum(kernel.buffer_bytes(p) + self._read.align_bytes for p in range(n)) <= self._read.size_bytes
 
     def build(self, kernels: Sequence[Kernel]) -> None:
         """Compile kernels together; one that does not build says so when it is prepared."""
@@ -203,16 +202,13 @@ class Bench:
 
     # ---- operands -------------------------------------------------------------------------------------------------
 
-    def _bytes(self, kernel: Kernel, position: int) -> int:
-        return kernel.buffer_layout(position).size_elems * DTYPES[kernel.operand_dtype(position)]
-
     def _bind(self, kernel: Kernel) -> list[Any]:
         spec = kernel.spec
         output_of = {inp: out for out, inp in spec.inplace}
         alias = {spec.inputs + out: inp for out, inp in spec.inplace}
         buffers: list[Any] = []
         for position in range(len(spec.shapes) + len(kernel.scratch)):
-            size_bytes = max(self._bytes(kernel, position), 4)
+            size_bytes = max(kernel.buffer_bytes(position), 4)
             if position in alias:
                 buffers.append(buffers[alias[position]])
             elif position >= spec.inputs or position in output_of:

@@ -17,7 +17,6 @@ import numpy as np
 from kernels.batch import linear, merge_steps, moved_bytes, schedule
 from kernels.bind import BoundStep
 from kernels.group import alike_steps, stacked_size, stacked_source
-from kernels.pack import STORAGE_DTYPES
 from kernels.runtime import Runtime
 from kernels.source import program_source
 from kernels.spec import DeviceLimits
@@ -174,7 +173,7 @@ class Launches:
         kernel = step.kernel
         out = []
         for position, name in enumerate(step.slots):
-            need = kernel.buffer_layout(position).size_elems * STORAGE_DTYPES[kernel.operand_dtype(position)].itemsize
+            need = kernel.buffer_bytes(position)
             slot = self.slots.get(name)
             if slot is None or slot.size_bytes < need:
                 raise GraphError(f"the plan's arena has no {name} of {need} bytes for {step.label}: solve it anew")

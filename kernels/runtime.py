@@ -24,6 +24,7 @@ from kernels.merge import mergeable, merged, section_suffix
 from kernels.pocl import name_generic_cpu
 from kernels.spec import DeviceLimits, Kernel, Launch
 from layoutopt.errors import DeviceError
+from layoutopt.graph import DTYPES
 from layoutopt.layout import LANES
 
 __all__ = ["BUILD_OPTIONS", "DeviceInfo", "Runtime", "devices", "no_device_reason", "pick"]
@@ -413,7 +414,7 @@ class Runtime:
         Raises:
             DeviceError: the device refuses.
         """
-        item_bytes = 2 if dtype == "float16" else 4
+        item_bytes = DTYPES[dtype]
         try:
             return self._image(buffer, texels, item_bytes), np.int32(0)
         except self._cl.Error as error:

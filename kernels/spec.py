@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from kernels.nest import Nest
-from layoutopt.graph import Expr, Op, TrainingGraph
+from layoutopt.graph import DTYPES, Expr, Op, TrainingGraph
 from layoutopt.layout import Layout
 
 __all__ = [
@@ -241,6 +241,10 @@ class Kernel:
         """Layout of an operand or scratch buffer over the op's own axes (allocation, packing, reading back)."""
         n = len(self.layouts)
         return self.layouts[position] if position < n else self.scratch[position - n].layout
+
+    def buffer_bytes(self, position: int) -> int:
+        """What an operand or scratch buffer takes in memory, padding included."""
+        return self.buffer_layout(position).size_elems * DTYPES[self.operand_dtype(position)]
 
     def operand_dtype(self, position: int) -> str:
         """Dtype of an operand or scratch buffer."""
