@@ -23,7 +23,7 @@ from kernels.spec import DeviceLimits
 from layoutopt.errors import GraphError
 from layoutopt.plan import ArenaSlot
 
-__all__ = ["Call", "Launches", "Part"]
+__all__ = ["Call", "Launches", "Part", "launch_order"]
 
 Call = tuple[Any, tuple[int, ...], tuple[int, ...]]
 """A kernel with its arguments set, global and local size."""
@@ -55,6 +55,28 @@ class Part:
         ends = np.cumsum([0.0, *self.shares])
         cuts = [list(pairwise(begin + round(float(at) * (end - begin)) for at in ends)) for begin, end in times_ns]
         return [[cut[k] for cut in cuts] for k in range(len(self.members))]
+
+
+def launch_order(steps: Sequence[BoundStep], slots: Mapping[str, ArenaSlot], limits: DeviceLimits) -> list[Members]:
+    """Which steps of a plan are launched together, in the order in which they are launched.
+
+    Args:
+        steps: of the plan.
+        slots: of its arena, by name.
+        limits: of the device.
+    """
+    return _scheduled(_runs(steps, slots), steps, slots, limits)
+
+
+def _runs(steps: Sequence[BoundStep], slots: Mapping[str, ArenaSlot]) -> list[Members]:
+    return [tuple(run) for run in alike_steps(steps, slots)]
+
+
+def _scheduled(
+    runs: Sequence[Members], steps: Sequence[BoundStep], slots: Mapping[str, ArenaSlot], limits: DeviceLimits
+) -> list[Members]:
+    # On a CPU what the step before has just written is warm, which is worth more than a launch.
+    return schedule(runs, steps, slots, delay=limits.kind == "gpu")
 
 
 class Launches:
@@ -100,8 +122,8 @@ class Launches:
         self.images: list[Any] = []
         self._beside = beside
         self._operands = [self._regions(step) for step in steps]
-        runs = list(alike_steps(steps, slots)) if share else [range(i, i + 1) for i in range(len(steps))]
-        order = self._order([tuple(run) for run in runs], share)
+        runs = _runs(steps, slots) if share else [(i,) for i in range(len(steps))]
+        order = self._order(runs, share)
         wanted = [
             tuple(i for i in run if i in subset or linear(steps[i].kernel) is None)
             for run in runs
@@ -113,8 +135,7 @@ class Launches:
         self.some: tuple[Part, ...] = tuple(parts[members] for members in partly)
 
     def _order(self, runs: Sequence[Members], share: bool) -> list[Members]:
-        # On a CPU what the step before has just written is warm, which is worth more than a launch.
-        return schedule(runs, self.steps, self.slots, delay=self.limits.kind == "gpu") if share else list(runs)
+        return _scheduled(runs, self.steps, self.slots, self.limits) if share else list(runs)
 
     def _build(self, order: Sequence[Members]) -> dict[Members, Part]:
         """Everything that is launched, its sources built in one go."""
