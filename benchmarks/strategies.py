@@ -14,9 +14,10 @@ import statistics
 from pathlib import Path
 
 from layoutopt.checkpoint import initial_values
-from layoutopt.compare import measure_interleaved, predicted_s
+from layoutopt.compare import measure_interleaved
 from layoutopt.facade import solve_all
 from layoutopt.models import device_model, find_graph, uncalibrated
+from layoutopt.stepcost import predict_step
 
 
 def main() -> None:
@@ -56,7 +57,7 @@ def main() -> None:
             {
                 "strategy": name,
                 "status": plan.solver.status,
-                "predicted_s": predicted_s(plan),
+                "predicted_s": predict_step(plan, graph, model).step_s,
                 "median_s": medians[name],
                 "quartiles_s": [low, high],
                 "least_s": min(measured[name][0]),

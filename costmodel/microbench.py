@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from costmodel.device import Probe
 from costmodel.memory_probes import memory_runs
 from costmodel.probe_runs import Run, time_runs
@@ -22,7 +24,15 @@ from layoutopt.layout import Layout
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-__all__ = ["designed_pairs", "designed_specs", "host_probe", "launch_probe", "layout_choices", "probes"]
+__all__ = [
+    "designed_pairs",
+    "designed_specs",
+    "host_probe",
+    "launch_probe",
+    "layout_choices",
+    "probes",
+    "round_trip_probe",
+]
 
 _SOURCE = """
 #define REPEATS {repeats}
@@ -73,6 +83,7 @@ def probes(runtime: Runtime, rounds: int = 7) -> dict[str, Probe]:
     out = time_runs(runtime, runs, rounds)
     out["launch"] = launch_probe(runtime, rounds)
     out["host_launch"] = host_probe(runtime, rounds)
+    out["round_trip"] = round_trip_probe(runtime, rounds)
     return out
 
 
@@ -113,6 +124,24 @@ def host_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
         if number:
             times.append(max(int(spent / batch), 1))
     return Probe(f"the host enqueues {batch} empty kernels", 1.0, "launches", tuple(times))
+
+
+def round_trip_probe(runtime: Runtime, rounds: int = 7, batch: int = 20) -> Probe:
+    """What a step takes around its kernels: a few bytes go to the device, a launch follows, and the host waits."""
+    kernel = _kernel(runtime, "empty")
+    target, sent = runtime.allocate(4096), np.zeros(1024, np.float32)
+    kernel.set_args(target)
+    runtime.finish()
+    times = []
+    for number in range(rounds + 1):
+        begin = time.perf_counter_ns()
+        for _ in range(batch):
+            runtime.upload(target, sent, wait=False)
+            runtime.enqueue([(kernel, (1,), (1,))])
+            runtime.finish()
+        if number:
+            times.append(max(int((time.perf_counter_ns() - begin) / batch), 1))
+    return Probe("4 KiB are sent, an empty kernel follows, the host waits", 1.0, "steps", tuple(times))
 
 
 def _kernel(runtime: Runtime, entry: str, vector: str = "float", repeats: int = 1) -> Any:

@@ -294,7 +294,7 @@ def plan(
             storage=storage,
         )
     plans.save(solved, output)
-    facts = _plan_facts(solved)
+    facts = _plan_facts(solved, loaded, model)
     if json:
         emit({"file": str(output), **facts})
         return
@@ -599,8 +599,8 @@ def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:
     }
 
 
-def _plan_facts(plan) -> dict[str, object]:  # noqa: ANN001
-    from layoutopt.compare import predicted_s
+def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa: ANN001
+    from layoutopt.stepcost import predict_step
 
     measured = sum(o.cost.measured for o in plan.ops)
     return {
@@ -616,7 +616,7 @@ def _plan_facts(plan) -> dict[str, object]:  # noqa: ANN001
         "relayouts": len(plan.relayouts),
         "relayout_bytes": sum(r.bytes_moved for r in plan.relayouts),
         "arena_bytes": plan.arena_bytes,
-        "predicted_step_s": predicted_s(plan),
+        "predicted_step_s": predict_step(plan, graph, model).step_s,
     }
 
 

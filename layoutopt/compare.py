@@ -13,6 +13,7 @@ import numpy as np
 from layoutopt.example import example_inputs
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
+from layoutopt.stepcost import predict_step
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
@@ -28,7 +29,7 @@ class Row:
     Attributes:
         strategy: name.
         status: what the solver proved ("HEURISTIC" for a strategy).
-        predicted_s: step time by the cost model.
+        predicted_s: step time by the cost model (see ``layoutopt/stepcost.py``).
         measured_s: median of the measured step times; None where nothing was measured.
         spread_s: half the distance between the quartiles.
         rounds: measured steps.
@@ -112,7 +113,7 @@ def compare(
     Args:
         graph: the step.
         plans: by strategy name.
-        model: device model, for the caches.
+        model: of the device: caches, and what a launch and the host take.
         runtime: device to measure on; None measures nothing.
         values: parameters and state to measure with (NaN-free); made up from the graph's initialisers by default.
         simulate_caches: run the cache simulator.
@@ -141,7 +142,7 @@ def compare(
             Row(
                 name,
                 plan.solver.status,
-                predicted_s(plan),
+                predict_step(plan, graph, model).step_s,
                 statistics.median(times) if times else None,
                 _half_quartiles(times),
                 len(times),
@@ -155,11 +156,6 @@ def compare(
             )
         )
     return rows
-
-
-def predicted_s(plan: Plan) -> float:
-    """Predicted seconds of a step: every op and relayout."""
-    return (sum(o.cost.total_ns for o in plan.ops) + sum(r.cost.total_ns for r in plan.relayouts)) * 1e-9
 
 
 def _half_quartiles(times: Sequence[float]) -> float | None:

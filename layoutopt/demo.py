@@ -17,13 +17,14 @@ import numpy as np
 
 from layoutopt import digits
 from layoutopt import plan as plans
-from layoutopt.compare import Row, compare, predicted_s
+from layoutopt.compare import Row, compare
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_all
 from layoutopt.files import check_folder, write_atomic
 from layoutopt.graphfile import save
 from layoutopt.models import shipped
 from layoutopt.show import Progress
+from layoutopt.stepcost import predict_step
 from layoutopt.train import Schedule, evaluate, fit
 from layoutopt.tuning import calibrate_for
 
@@ -90,9 +91,10 @@ def run_demo(
     plan = by_strategy["ilp"]
     save(graph, output / f"{GRAPH}.graph")
     plans.save(plan, output / "plan.json")
+    predicted_s = predict_step(plan, graph, model).step_s
     say(
         f"    {plan.solver.status} in {plan.solver.seconds:.1f} s over {plan.solver.choices} choices, "
-        f"gap {plan.solver.gap:.2%}, {len(plan.relayouts)} relayouts, predicted step {predicted_s(plan) * 1e3:.2f} ms"
+        f"gap {plan.solver.gap:.2%}, {len(plan.relayouts)} relayouts, predicted step {predicted_s * 1e3:.2f} ms"
     )
 
     executor = Executor(runtime, graph, plan, seed=seed)

@@ -23,6 +23,7 @@ from layoutopt.optimizers import has_dropout
 from layoutopt.plan import Plan
 from layoutopt.refining import refine
 from layoutopt.show import Progress
+from layoutopt.stepcost import planned_s, predict_step
 from layoutopt.textclass import RunState
 from layoutopt.train import Dataset, History, Schedule, batch_size, evaluate, fit
 
@@ -130,13 +131,13 @@ def _executor(
 ) -> tuple[Executor, float]:
     """The plan, ready to run, and its predicted seconds a step."""
     from kernels.execute import Executor
-    from layoutopt.compare import predicted_s
 
     if not graph.meta.get("optimizer"):
         raise GraphError(f"graph {graph.name!r} has no optimizer: capture it with --optimizer adamw or sgd")
     if settings.plan is not None:
         plan = plans.load(settings.plan)
         planner.validate(plan, graph, None, runtime.limits)
+        predicted_s = planned_s(plan)
     else:
         check_request([settings.strategy], settings.memory, graph, settings.storage)
         model = device_model(
@@ -151,11 +152,12 @@ def _executor(
         plan = _solved(settings, graph, model, progress)
         if settings.refine:
             plan = _refined(settings, graph, model, plan, values, runtime, announce, progress)
+        predicted_s = predict_step(plan, graph, model).step_s
     announce(
         f"plan: {plan.solver.strategy} {plan.solver.status}, {len(plan.relayouts)} relayouts, "
-        f"arena {plan.arena_bytes / 2**20:.1f} MiB, predicted step {predicted_s(plan) * 1e3:.1f} ms"
+        f"arena {plan.arena_bytes / 2**20:.1f} MiB, predicted step {predicted_s * 1e3:.1f} ms"
     )
-    return Executor(runtime, graph, plan, values), predicted_s(plan)
+    return Executor(runtime, graph, plan, values), predicted_s
 
 
 def _solved(settings: Settings, graph: TrainingGraph, model: DeviceModel, progress: Progress) -> Plan:

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layoutopt.compare import measure_interleaved, predicted_s
+from layoutopt.compare import measure_interleaved
 from layoutopt.example import example_inputs
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
+from layoutopt.stepcost import predict_step
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel, Measurement
@@ -125,7 +126,7 @@ def refine(
         if any(not _changed(candidate, old) for old in dropped):
             announce(f"round {number + 1}: what would be optimal was measured before, and is not faster")
             break
-        made = _beside(runtime, graph, plan, candidate, start, changed)
+        made = _beside(runtime, graph, plan, candidate, model, start, changed)
         done.append(made)
         verdict = "kept" if made.kept else "not faster, dropped"
         announce(
@@ -141,13 +142,20 @@ def refine(
 
 
 def _beside(
-    runtime: Runtime, graph: TrainingGraph, plan: Plan, candidate: Plan, start: dict[str, np.ndarray], changed: int
+    runtime: Runtime,
+    graph: TrainingGraph,
+    plan: Plan,
+    candidate: Plan,
+    model: DeviceModel,
+    start: dict[str, np.ndarray],
+    changed: int,
 ) -> Round:
     plans = {"before": plan, "new": candidate}
     found = measure_interleaved(graph, plans, runtime, start, rounds=BESIDE, budget_s=BESIDE_S)
     (before, _), (new, _) = found["before"], found["new"]
     ratio = median(a / b for a, b in zip(new, before, strict=True))
-    return Round(changed, predicted_s(candidate), median(new), median(before), ratio, ratio < FASTER)
+    predicted_s = predict_step(candidate, graph, model).step_s
+    return Round(changed, predicted_s, median(new), median(before), ratio, ratio < FASTER)
 
 
 def _changed(plan: Plan, candidate: Plan) -> int:

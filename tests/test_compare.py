@@ -10,11 +10,12 @@ import pytest
 
 from kernels.feed import Feed
 from kernels.runtime import Runtime, devices
-from layoutopt.compare import compare, measure_interleaved, predicted_s
+from layoutopt.compare import compare, measure_interleaved
 from layoutopt.example import example_inputs
 from layoutopt.graph import TrainingGraph
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
+from layoutopt.stepcost import predict_step
 from tests.graphs import Sketch, linear_step
 from tests.plans import naive_plan, r_tile
 
@@ -43,10 +44,11 @@ def test_rows_say_what_was_planned_measured_and_simulated(graph: TrainingGraph, 
     runtime = Runtime(devices()[device_index])
     plans = plans_for(graph, runtime)
     told: list[tuple[str, int, int]] = []
+    model = replace(device_models.load("generic-cpu"), limits=runtime.limits)
     rows = compare(
         graph,
         plans,
-        replace(device_models.load("generic-cpu"), limits=runtime.limits),
+        model,
         runtime=runtime,
         values=start(graph),
         rounds=4,
@@ -54,7 +56,7 @@ def test_rows_say_what_was_planned_measured_and_simulated(graph: TrainingGraph, 
     )
     assert [row.strategy for row in rows] == list(plans)
     for row, plan in zip(rows, plans.values(), strict=True):
-        assert row.predicted_s == predicted_s(plan)
+        assert row.predicted_s == predict_step(plan, graph, model).step_s
         assert row.rounds == 4
         assert row.measured_s is not None
         assert row.measured_s > 0

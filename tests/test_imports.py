@@ -41,6 +41,7 @@ FACE = {
         "refining",
         "standins.run",
         "profiling",
+        "stepcost",
         "textclass",
         "textdata",
         "tracefile",

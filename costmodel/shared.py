@@ -1,0 +1,62 @@
+"""What a launch takes that does the work of several kernels (see ``kernels/group.py`` and ``kernels/batch.py``).
+
+Each kernel's own time is a part that any launch takes, and work that its groups spread over compute units. Together
+they take the first part once, and their work is spread by all their groups: kernels too small to fill a device cost no
+more together than one of them, large ones as much as one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+
+from costmodel.model import CostModel
+from kernels.spec import Kernel
+
+__all__ = ["merged_ns", "stacked_ns"]
+
+
+def stacked_ns(costs: CostModel, kernel: Kernel, alone_ns: float, count: int) -> float:
+    """Nanoseconds of ``count`` instances of a kernel stacked into one grid, the gap to the next launch left out.
+
+    Args:
+        costs: of the device.
+        kernel: launched so.
+        alone_ns: what one instance takes.
+        count: instances.
+    """
+    start = _start_ns(costs, kernel, alone_ns)
+    units = costs.machine.compute_units
+    groups = [launch.nest.groups for launch in kernel.launches]
+    grown = mean(count * busy_units(n, units) / busy_units(n * count, units) for n in groups)
+    return start + (alone_ns - start) * grown
+
+
+def merged_ns(costs: CostModel, kernels: Sequence[Kernel], alone_ns: Sequence[float], groups: int) -> float:
+    """Nanoseconds of linear kernels merged into one launch of so many groups, the gap to the next launch left out.
+
+    Args:
+        costs: of the device.
+        kernels: each of one launch.
+        alone_ns: what each takes by itself.
+        groups: of the launch.
+    """
+    units = costs.machine.compute_units
+    starts = [_start_ns(costs, kernel, ns) for kernel, ns in zip(kernels, alone_ns, strict=True)]
+    work = sum(
+        (ns - start) * busy_units(kernel.launches[0].nest.groups, units)
+        for kernel, ns, start in zip(kernels, alone_ns, starts, strict=True)
+    )
+    return max(starts) + work / busy_units(groups, units)
+
+
+def busy_units(groups: int, units: int) -> float:
+    """Compute units that so many equal groups keep busy on average."""
+    return groups / -(-groups // units)
+
+
+def _start_ns(costs: CostModel, kernel: Kernel, alone_ns: float) -> float:
+    """The part of a kernel's time that a launch takes whatever it does, as fitted; no more than the least kernel's."""
+    constants = costs.model.constants.get(costs.fitted_by(kernel))
+    each = constants.ns_per.get("launches", 0.0) if constants else 0.0
+    return min(each * len(kernel.launches), alone_ns)
