@@ -1,30 +1,33 @@
-"""Calibration: measure a device for a minute or two and return its model.
+"""Calibration: measure a device for a minute or three and return its model.
 
 With graphs, the time goes to what planning those graphs will ask: kernels are measured in batches, the model is fitted
 again after each, and the next batch holds the kernels that matter most under it: those predicted among the best of
-their op, weighted by how often the op occurs and how long it takes. A random fifth of all kernels is held out: neither
-the choice of batches nor the fit that is judged sees them.
+their op, weighted by how often the op occurs and how long it takes. Then whoever plans is asked which kernels plans
+would run, until nothing new is named. What time is left goes to rounds over the kernels whose medians are not known
+tightly enough. A random fifth of all kernels is held out: neither the choice of batches nor the fit that is judged sees
+them.
+
+The budget is wall time, everything included: nothing is begun that, by what the like of it took so far, would not end
+in time (``costmodel/session.py``). With a journal, an interrupted calibration goes on where it was.
 """
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from costmodel.cacheprobe import probe_caches
-from costmodel.caches import caches_of, chase_facts
-from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut, Measurement
+from costmodel.budget import Budget, budget_seconds
+from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut
+from costmodel.drift import anchor_kernels
+from costmodel.facts import chase_seconds, measured_facts
 from costmodel.features import FEATURES, features
 from costmodel.fit import fit, judge, samples_of
-from costmodel.microbench import probes
-from costmodel.model import CostModel, spec_text
-from costmodel.pool import Candidate, pool_of
-from costmodel.rounds import settled_ns
-from costmodel.runner import ARENA_BYTES, Bench, Prepared
+from costmodel.journal import Journal, Kept
+from costmodel.model import CostModel
+from costmodel.pool import Candidate, Pool, pool_of
+from costmodel.runner import ARENA_BYTES, Bench
+from costmodel.session import HELD_OUT_SHARE, TOLERANCE, Session, is_held_out
 from kernels.spec import Kernel
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
@@ -33,142 +36,281 @@ from layoutopt.rewrites import calibration_name
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
 
-__all__ = ["BUDGET_S", "calibrate", "chase_seconds", "describe_held_out", "measured_facts"]
+__all__ = [
+    "HELD_OUT_SHARE",
+    "Calibration",
+    "calibrate",
+    "describe_held_out",
+    "describe_timing",
+    "is_held_out",
+    "question",
+]
 
-BUDGET_S = 100.0
-HELD_OUT_SHARE = 0.2
 BATCH = 40
-TOGETHER = 10
-"""Kernels compiled as one program: the compiler starts once, and time is looked at in between."""
 SMALLEST_ARENA_BYTES = 4 << 20
-BATCH_ROUNDS = 2
-"""Rounds over a batch once it is prepared; rounds over all kernels so far follow in between and at the end."""
-MOST_ROUNDS = 15
-LEAST_ROUNDS = 5
-SHARE_AGAIN = 0.15
-"""Share of the time spent that rounds over all kernels so far may take."""
+SHARE_AGAIN = 0.1
+"""Share of the time spent that rounds over what is not tight yet may take while kernels are still being added."""
 SHARE_POOL = 0.12
 """Share of the budget that listing the kernels to choose from may take."""
-SHARE_LAST = 0.1
-"""Share kept for the rounds over everything at the end."""
-
+SHARE_LAST = 0.12
+"""Share kept for the rounds at the end."""
+SHARE_SPARE = 0.05
+"""With more than this share left when all is tight, more kernels are measured."""
 SHARE_REFINE = 0.4
 """Share of the budget kept for measuring what the planner would pick, where a planner is given."""
-
-SHARE_CHASE = 0.08
-"""Share of the budget for finding caches by pointer chase."""
-CHASE_S = {"cpu": 9.0, "gpu": 7.0}
-THOROUGH_CHASE_S = 60.0
-LEAST_CHASE_S = {"cpu": 7.0, "gpu": 3.0}
-"""With less time than this for it, nothing is chased: a CPU's caches are known anyway, a GPU's driver knows little."""
+SHARE_RESUMED = 0.25
+"""Share that a calibration which is taken up again has at least: preparing its kernels takes time too."""
+FINISH = 5
+"""The fit and its judge at the end take so many times what a quick fit takes."""
 
 Progress = Callable[[str, float], None]
-Chooser = Callable[[DeviceModel], Sequence[Kernel]]
+Chooser = Callable[[DeviceModel, float], Sequence[Kernel]]
 
 
 def calibrate(
     runtime: Runtime,
-    budget_s: float = BUDGET_S,
+    budget_s: float | None = None,
     graphs: Sequence[TrainingGraph] = (),
     progress: Progress | None = None,
     seed: int = 0,
     chooser: Chooser | None = None,
     base: DeviceModel | None = None,
     thorough: bool = False,
+    journal: Journal | None = None,
 ) -> DeviceModel:
     """Measure the device.
 
     Args:
         runtime: the device.
-        budget_s: wall time to spend, compiling included.
+        budget_s: wall time to spend, compiling and planning included; by the device's kind when left out.
         graphs: measure for planning these, as captured or rewritten; without any, a designed sample of every kernel
             family.
         progress: called with what is being done and the share of the budget used.
         seed: of data, sample and held-out share.
-        chooser: names the kernels that plans under a model would run. What of them is not measured yet is measured, the
-            model fitted anew and the chooser asked again, until it names nothing new or the time is used: a kernel is
-            then chosen for what it takes, not for what was hoped of it.
+        chooser: names the kernels that plans under a model would run, within some seconds, most wanted first. What of
+            them is not measured yet is measured, the model fitted anew and the chooser asked again, until it names
+            nothing new or the time is used: a kernel is then chosen for what it takes, not for what was hoped of it.
         base: an earlier model of the same device whose microbenchmarks and measurements are kept and added to.
-        thorough: chase caches for longer and in finer steps, and time every kernel in more rounds.
+        thorough: chase caches for longer and in finer steps, and time every kernel until it is known more tightly.
+        journal: of the same ``question``; what it holds is taken up, what is measured is added to it.
 
     Returns:
-        A model with raw repetitions, fitted constants and the held-out error. Nothing is written.
+        A model with raw repetitions, fitted constants and the held-out error. Nothing is written but the journal.
 
     Raises:
         DeviceError: the device refuses a microbenchmark, or no kernel could be measured.
     """
-    begin = time.monotonic()
-
-    def spent() -> float:
-        return (time.monotonic() - begin) / budget_s
+    budget = Budget(budget_s or budget_seconds(runtime.limits.kind, thorough))
+    kept = journal.kept if journal else Kept()
+    if kept.spent_s:
+        budget.resume(kept.spent_s, SHARE_RESUMED * budget.total_s)
 
     def tell(what: str) -> None:
         if progress is not None:
-            progress(what, min(spent(), 1.0))
+            progress(what, budget.share)
 
     if base is not None and (base.name, base.driver) != (runtime.info.name, runtime.info.driver):
         raise DeviceError(
             f"the model to add to is of {base.name!r} (driver {base.driver}), the device is {runtime.info.name!r} "
             f"(driver {runtime.info.driver}): calibrate without it"
         )
-    tell("microbenchmarks")
     # Features of another version mean other things: its kernels are measured anew.
     known = dict(base.measurements) if base is not None and base.features == FEATURES else {}
-    if base is None:
-        chase_s = chase_seconds(runtime, budget_s, thorough)
-        base = measured_facts(runtime, chase_s, thorough, lambda: tell("finding caches"))
-    model = base
-    model = replace(
-        model,
-        features=FEATURES,
-        measurements={},
-        graphs=tuple(dict.fromkeys([*model.graphs, *(calibration_name(g) for g in graphs)])),
-    )
+    tell("microbenchmarks")
+    model = base or kept.facts
+    if model is None:
+        chase_s = chase_seconds(runtime, budget.total_s, thorough)
+        model = measured_facts(runtime, chase_s, thorough, lambda: tell("finding caches"))
+        if journal:
+            journal.facts(model, budget.spent_s)
+    names = dict.fromkeys([*model.graphs, *(calibration_name(g) for g in graphs)])
+    model = replace(model, features=FEATURES, measurements={}, constants={}, graphs=tuple(names))
     tell("listing kernels")
-    bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)
     costs = CostModel(model)
-    before = spent()  # what microbenchmarks took is no reason to choose from fewer kernels
-    pool = pool_of(graphs, runtime.limits, costs.machine, seed, lambda: spent() > before + SHARE_POOL, bench.fits)
-    session = _Session(bench, seed, known)
-    constants: dict[str, FamilyFit] = fit(samples_of(known.values(), held_out=False), FEATURES) if known else {}
-    again_s = 0.0
-    end = 1 - SHARE_LAST - (SHARE_REFINE if chooser else 0.0)
-    while spent() < end:
-        batch = pool.choose(constants, costs, BATCH)
-        if not batch:
-            break
-        tell(f"{len(session.candidates)} of {len(pool)} kernels measured")
-        session.measure([c for c in batch if not session.knows(c.kernel.key)], lambda: spent() >= end)
-        if again_s < SHARE_AGAIN * (time.monotonic() - begin):
-            started = time.monotonic()
-            session.round()
-            again_s += time.monotonic() - started
-        constants = fit(samples_of(session.records().values(), held_out=False), FEATURES, finest="name")
-    if not session.candidates and not known:
-        refused = f" ({len(session.refused)} refused, the first: {session.refused[0]})" if session.refused else ""
-        raise DeviceError(
-            f"no kernel could be measured on {runtime.info.label} in {budget_s:g} s{refused}: allow more time"
+    bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)
+    session = Session(
+        bench,
+        runtime.limits.kind,
+        seed,
+        TOLERANCE[thorough],
+        known=known,
+        kept=kept,
+        journal=journal,
+        clock=budget.clock,
+        begin_s=budget.begin_s,
+    )
+    try:
+        session.anchor(anchor_kernels(runtime.limits, bench.fits))
+        before = budget.share  # what microbenchmarks took is no reason to choose from fewer kernels
+        pool = pool_of(
+            graphs, runtime.limits, costs.machine, seed, lambda: budget.share > before + SHARE_POOL, bench.fits
         )
-    asking = 0.0  # share of the budget that the last question took: planning again must not outlast it
-    while chooser and spent() + asking < 1 - SHARE_LAST:
-        tell(f"{len(session.candidates)} kernels measured, planning with them")
-        asked = spent()
-        wanted = chooser(_finish(model, session.records(), session.refused, time.monotonic() - begin))
-        asking = spent() - asked
-        fresh = {k.key: k for k in wanted if not session.knows(k.key) and bench.fits(k)}
-        if not fresh:
-            break
-        tell(f"measuring {len(fresh)} kernels that plans would run")
-        batch = [Candidate(k, features(k, costs.machine), 1.0) for k in fresh.values()]
-        session.measure(batch, lambda: spent() >= 1 - SHARE_LAST)
-    tell(f"{len(session.candidates)} kernels measured, again over all of them")
-    for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS * (2 if thorough else 1) and spent() > 1:
-            break
-        session.round()
-    out = _finish(model, session.records(), session.refused, time.monotonic() - begin)
-    session.close()
-    return out
+        work = Calibration(session, model, costs, budget, tell)
+        work.sample(pool, SHARE_REFINE if chooser else 0.0)
+        if not session.entries and not known:
+            first = f" ({len(session.refused)} refused, the first: {session.refused[0]})" if session.refused else ""
+            raise DeviceError(
+                f"no kernel could be measured on {runtime.info.label} in {budget.total_s:g} s{first}: allow more time"
+            )
+        if chooser:
+            work.ask(chooser, bench.fits)
+        work.tighten()
+        work.use_up(pool)
+        return work.model()
+    finally:
+        session.close()
+
+
+class Calibration:
+    """The phases of a calibration once there are kernels to choose from.
+
+    Args:
+        session: measures.
+        model: of the device, without kernels.
+        costs: of that model.
+        budget: of time.
+        tell: told what is being done.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        model: DeviceModel,
+        costs: CostModel,
+        budget: Budget,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._session, self._model, self._costs, self._budget, self._tell = session, model, costs, budget, tell
+        self._fit_s = self._again_s = 0.0
+        self._constants: dict[str, FamilyFit] = {}
+
+    def left_s(self) -> float:
+        """Seconds left to measure in: the fit at the end takes some."""
+        return self._budget.left_s - FINISH * self._fit_s
+
+    def sample(self, pool: Pool, later: float = 0.0, last: float = SHARE_LAST) -> None:
+        """Measure kernels of the pool, those with most at stake first, leaving some of the budget.
+
+        Args:
+            pool: to choose from.
+            later: share of the budget for other phases.
+            last: share for rounds over what is not tight then.
+
+        Kernels of an interrupted session that are not known tightly come first: they are prepared again.
+        """
+        kept_s = last * self._budget.total_s
+
+        def left_s() -> float:
+            return self.left_s() - later * self._budget.total_s
+
+        if self._session.records():
+            self._fit()
+        batch = [c for c in pool.take(self._session.known()) if self._session.wants(c.kernel.key)]
+        batch = batch or pool.choose(self._constants, self._costs, BATCH)
+        while batch:
+            self._tell(f"{len(self._session.entries)} of {len(pool)} kernels measured")
+            if not self._session.measure(batch, left_s, kept_s):
+                break
+            self._once_more(left_s)
+            self._fit()
+            batch = pool.choose(self._constants, self._costs, BATCH)
+
+    def ask(self, chooser: Chooser, fits: Callable[[Kernel], bool]) -> None:
+        """Measure what the chooser names, until it names nothing new or there is no time."""
+        asking_s = 0.0  # what the last question took: planning again must not outlast the budget
+        while (left := self.left_s() - self._kept_s - asking_s) > 0:
+            self._tell(f"{len(self._session.entries)} kernels measured, planning with them")
+            begin = self._budget.spent_s
+            wanted = chooser(self._so_far(), left)
+            asking_s = self._budget.spent_s - begin
+            fresh = {k.key: k for k in wanted if self._session.wants(k.key) and fits(k)}
+            if not fresh:
+                break
+            self._tell(f"measuring {len(fresh)} kernels that plans would run, or nearly")
+            batch = [Candidate(k, features(k, self._costs.machine), 1.0) for k in fresh.values()]
+            if not self._session.measure(batch, self.left_s, self._kept_s):
+                break
+            self._once_more(self.left_s)
+
+    def tighten(self) -> None:
+        """Rounds over kernels that are not tight, until all are or the time is used."""
+        while self._session.again(self.left_s()):
+            self._tell(f"{self._session.tight()} of {len(self._session.entries)} kernels known tightly")
+
+    def use_up(self, pool: Pool) -> None:
+        """Where everything is tight before its time, more kernels of the pool."""
+        while self.left_s() > SHARE_SPARE * self._budget.total_s:
+            count = len(self._session.entries)
+            self.sample(pool, SHARE_SPARE, 0.0)
+            self.tighten()
+            if len(self._session.entries) == count:
+                break
+
+    def model(self) -> DeviceModel:
+        """The model with all that was measured, fitted and judged."""
+        records, refused, drift = self._session.records(), self._session.refused, self._session.drift()
+        facts = {k: v for k, v in self._model.facts.items() if k != "kernels_refused"}
+        if refused:
+            facts["kernels_refused"] = Fact(float(len(refused)), f"the first: {refused[0][:300]}", "high")
+        facts["kernels_tight"] = Fact(float(self._session.tight()), self._session.describe_tight(), "high")
+        facts["speed_drift"] = Fact(float(f"{drift.span:.4g}"), f"measured by anchors: {drift.describe()}", "medium")
+        return replace(
+            self._model,
+            facts=facts,
+            probes={**self._model.probes, **self._session.anchors()},
+            measurements=records,
+            constants=fit(samples_of(records.values()), FEATURES),
+            held_out=judge(records, FEATURES),
+            budget_s=round(self._budget.spent_s, 1),
+        )
+
+    @property
+    def _kept_s(self) -> float:
+        return SHARE_LAST * self._budget.total_s
+
+    def _so_far(self) -> DeviceModel:
+        """The model as it is, for a question: nobody asks it for its error."""
+        records = self._session.records()
+        begin = self._budget.spent_s
+        constants = fit(samples_of(records.values()), FEATURES)
+        self._fit_s = max(self._fit_s, (self._budget.spent_s - begin) / 2)
+        return replace(self._model, measurements=records, constants=constants)
+
+    def _fit(self) -> None:
+        begin = self._budget.spent_s
+        records = self._session.records()
+        self._constants = fit(samples_of(records.values(), held_out=False), FEATURES, finest="name")
+        self._fit_s = self._budget.spent_s - begin
+
+    def _once_more(self, left_s: Callable[[], float]) -> None:
+        """A round over what is not tight, while such rounds took but their share of the time: hours differ."""
+        if self._again_s < SHARE_AGAIN * self._budget.spent_s:
+            begin = self._budget.spent_s
+            self._session.again(left_s())
+            self._again_s += self._budget.spent_s - begin
+
+
+def question(
+    runtime: Runtime,
+    graphs: Sequence[TrainingGraph],
+    seed: int = 0,
+    base: DeviceModel | None = None,
+    thorough: bool = False,
+) -> dict[str, object]:
+    """What two calibrations must have in common for one to go on from the other's measurements.
+
+    Args: as of ``calibrate``.
+    """
+    info = runtime.info
+    return {
+        "device": [info.platform, info.platform_version, info.name, info.driver],
+        "features": list(FEATURES),
+        "graphs": [g.hash for g in graphs],
+        "arena_bytes": _arena_bytes(graphs),
+        "base": base.hash if base else "",
+        "seed": seed,
+        "thorough": thorough,
+    }
 
 
 def _arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
@@ -181,77 +323,12 @@ def _arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
         return ARENA_BYTES
     step_bytes = max(sum(t.size_elems * t.item_bytes for t in graph.tensors.values()) for graph in graphs)
     largest_op = max(
-        sum(graph.tensors[o.tensor].size_elems * 4 for o in op.operands) for graph in graphs for op in graph.ops
+        sum(graph.tensors[o.tensor].size_elems * graph.tensors[o.tensor].item_bytes for o in op.operands)
+        for graph in graphs
+        for op in graph.ops
     )
     # Padded layouts and workspaces take more than the tensors: half as much again for the largest op.
     return min(max(step_bytes // 2, largest_op * 3 // 2, SMALLEST_ARENA_BYTES), ARENA_BYTES)
-
-
-class _Session:
-    """What has been measured so far.
-
-    Args:
-        bench: times kernels.
-        seed: decides what is held out.
-        known: measurements of an earlier session, kept unless measured again.
-    """
-
-    def __init__(self, bench: Bench, seed: int, known: Mapping[str, Measurement] | None = None) -> None:
-        self._known = dict(known or {})
-        self.candidates: dict[str, Candidate] = {}
-        self.refused: list[str] = []
-        self._bench, self._seed = bench, seed
-        self._prepared: dict[str, Prepared] = {}
-        self._rounds: list[dict[str, int]] = []
-
-    def measure(self, batch: Sequence[Candidate], stop: Callable[[], bool]) -> None:
-        """Prepare a batch, as much of it as there is time for, and time it."""
-        ready: dict[str, Prepared] = {}
-        for begin in range(0, len(batch), TOGETHER):
-            chunk = batch[begin : begin + TOGETHER]
-            self._bench.build([candidate.kernel for candidate in chunk])
-            for candidate in chunk:
-                key = candidate.kernel.key
-                try:
-                    ready[key] = self._bench.prepare(candidate.kernel)
-                    self.candidates[key] = candidate
-                except DeviceError as error:
-                    self.refused.append(str(error))
-            if stop():
-                break
-        self._prepared |= ready
-        self._rounds += [self._bench.round(ready, backwards=n % 2 == 1) for n in range(BATCH_ROUNDS) if ready]
-
-    def close(self) -> None:
-        """Let go of kernels and their regions before the arenas they lie in: some drivers crash the other way round."""
-        while self._prepared:
-            self._prepared.popitem()
-        self._bench.close()
-
-    def knows(self, key: str) -> bool:
-        """Whether a kernel was measured, now or in the earlier session."""
-        return key in self.candidates or key in self._known
-
-    def round(self) -> None:
-        """Time every kernel of this session once more."""
-        if not self._prepared:
-            return
-        self._rounds.append(self._bench.round(self._prepared, backwards=len(self._rounds) % 2 == 1))
-
-    def records(self) -> dict[str, Measurement]:
-        """All measurements, by key."""
-        settled = settled_ns(self._rounds)
-        return self._known | {
-            key: Measurement(
-                variant=candidate.kernel.variant.label,
-                spec=spec_text(candidate.kernel.spec),
-                rounds_ns=tuple(times[key] for times in self._rounds if key in times),
-                features=tuple(float(f"{v:.8g}") for v in candidate.features),
-                held_out=is_held_out(key, self._seed),
-                ns=settled[key],
-            )
-            for key, candidate in sorted(self.candidates.items())
-        }
 
 
 def describe_held_out(report: HeldOut | None) -> str:
@@ -266,73 +343,8 @@ def describe_held_out(report: HeldOut | None) -> str:
     )
 
 
-def is_held_out(key: str, seed: int) -> bool:
-    """Whether the kernel of this key is held out: by its key and the seed alone, before anything is known of it."""
-    return random.Random(f"{seed} {key}").random() < HELD_OUT_SHARE
-
-
-def chase_seconds(runtime: Runtime, budget_s: float, thorough: bool = False) -> float:
-    """What of a calibration's budget goes to finding caches; 0 where it is too little to find any."""
-    most = THOROUGH_CHASE_S if thorough else CHASE_S[runtime.limits.kind]
-    share = min(budget_s * SHARE_CHASE * (2 if thorough else 1), most)
-    return share if share >= LEAST_CHASE_S[runtime.limits.kind] else 0.0
-
-
-def measured_facts(
-    runtime: Runtime, chase_s: float = 0.0, thorough: bool = False, tick: Callable[[], None] = lambda: None
-) -> DeviceModel:
-    """A model of what microbenchmarks tell in a few seconds, bandwidths and peak rates; no kernel is measured.
-
-    Args:
-        runtime: the device.
-        chase_s: seconds for finding caches by pointer chase; 0: caches are what system and driver say.
-        thorough: chase in finer steps.
-        tick: called after each round of the chase.
-
-    Raises:
-        DeviceError: the device refuses a microbenchmark.
-    """
-    device, found = runtime.info, probes(runtime)
-    caches = probe_caches(runtime, chase_s, thorough=thorough, tick=tick) if chase_s else None
-
-    def rate(name: str) -> Fact:
-        return Fact(float(f"{found[name].per_s:.6g}"), f"measured: {found[name].what}", "high")
-
-    widest = max((n for n in found if n.startswith("fma_")), key=lambda n: found[n].per_s)
-    launch, host = (
-        Fact(float(f"{1 / found[name].per_s:.6g}"), f"measured: {found[name].what}", "medium")
-        for name in ("launch", "host_launch")
-    )
-    return DeviceModel(
-        name=device.name,
-        driver=device.driver,
-        platform=f"{device.platform} {device.platform_version}",
-        limits=runtime.limits,
-        origin="calibrated",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        caches=caches_of(runtime, caches),
-        facts=(chase_facts(caches) if caches else {})
-        | {
-            "flops_per_s": rate(widest),
-            "memory_bytes_per_s": rate("copy_memory"),
-            "cache_bytes_per_s": rate("copy_cache"),
-            "launch_s": launch,
-            "host_launch_s": host,
-        },
-        probes=found | dict(caches.probes if caches else {}),
-        features=FEATURES,
-    )
-
-
-def _finish(model: DeviceModel, records: dict[str, Measurement], refused: list[str], seconds: float) -> DeviceModel:
-    facts = dict(model.facts)
-    if refused:
-        facts["kernels_refused"] = Fact(float(len(refused)), f"the first: {refused[0][:300]}", "high")
-    return replace(
-        model,
-        facts=facts,
-        measurements=records,
-        constants=fit(samples_of(records.values()), FEATURES),
-        held_out=judge(records, FEATURES),
-        budget_s=round(seconds, 1),
-    )
+def describe_timing(model: DeviceModel) -> list[str]:
+    """How well a calibration's times are known, and what the device's speed did meanwhile; a line each."""
+    tight, drift = model.facts.get("kernels_tight"), model.facts.get("speed_drift")
+    lines = [f"kernels known tightly: {tight.value:.0f} {tight.source}"] if tight else []
+    return lines + ([f"drift of the device's speed: {drift.source.partition(': ')[2]}"] if drift else [])

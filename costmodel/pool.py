@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
@@ -90,6 +90,11 @@ class Pool:
         rest = np.flatnonzero(self._left).tolist()
         picked += [self._take(i) for i in self._rng.sample(rest, min(len(rest), count - len(picked)))]
         return [self._all[i] for i in picked]
+
+    def take(self, keys: Set[str]) -> list[Candidate]:
+        """Those kernels of some keys that were not handed out yet; they are now."""
+        places = [i for i, c in enumerate(self._all) if self._left[i] and c.kernel.key in keys]
+        return [self._all[self._take(i)] for i in places]
 
     def _take(self, i: int) -> int:
         self._left[i] = False

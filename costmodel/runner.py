@@ -174,16 +174,22 @@ class Bench:
         """
         return _nanoseconds(prepared, self._launched(prepared))
 
-    def round(self, prepared: Mapping[str, Prepared], backwards: bool = False) -> dict[str, int]:
+    def round(self, prepared: Mapping[str, Prepared], backwards: bool = False, refill: bool = True) -> dict[str, int]:
         """Time every kernel once, in order or backwards; nanoseconds by key.
 
         A GPU gets them one after the other without a pause, as in a step: after a pause a launch shows some
         microseconds more than it takes there. A CPU gets each by itself: the host's thread would take one of its cores.
 
+        Args:
+            prepared: by key.
+            backwards: last first.
+            refill: fill what is written with random numbers first; once for parts of a round is enough.
+
         Raises:
             DeviceError: the device refuses a launch.
         """
-        self._write.refill(self.runtime)
+        if refill:
+            self._write.refill(self.runtime)
         keys = list(prepared)[::-1] if backwards else list(prepared)
         if self.runtime.limits.kind != "gpu":
             return {key: self.run(prepared[key]) for key in keys}

@@ -177,8 +177,13 @@ def calibrate(
     graph: Annotated[list[str] | None, typer.Option("--graph", help="Graph to calibrate for; repeatable.")] = None,
     device: Device = None,
     storage: Storage = "fp32",
-    budget: Annotated[float | None, typer.Option("--budget", min=5.0, help="Seconds; 100, or 300 if thorough.")] = None,
+    budget: Annotated[
+        float | None, typer.Option("--budget", min=5.0, help="Seconds; 180 on a CPU, 60 on a GPU, thrice if thorough.")
+    ] = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="More rounds, caches in finer steps.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Leave out what an interrupted calibration has measured.")
+    ] = False,
     probes_only: Annotated[
         bool, typer.Option("--probes-only", help="Microbenchmarks and caches alone; written where -o says, if it does.")
     ] = False,
@@ -189,11 +194,11 @@ def calibrate(
     json: Json = False,
 ) -> None:
     """Run microbenchmarks on a device and write its device model, with the error on kernels held out from the fit."""
-    from costmodel import device as device_models
     from costmodel.caches import describe_caches
+    from costmodel.calibrate import describe_timing
     from layoutopt.models import calibrated_path, find_graph
     from layoutopt.rewrites import check_storage
-    from layoutopt.tuning import calibrate_for
+    from layoutopt.tuning import calibrate_to
 
     if export is not None:
         _export(export, [find_graph(g) for g in graph or ()], json)
@@ -207,19 +212,35 @@ def calibrate(
     graphs = tuple(find_graph(g) for g in graph or ())
     runtime = _runtime(device)
     with Progress("calibrating", quiet=json) as bar:
-        seconds = budget or (300.0 if thorough else 100.0)
-        model = calibrate_for(
-            runtime, graphs, budget_s=seconds, progress=bar.fraction, storage=storage, thorough=thorough
+        path = output or calibrated_path(runtime.info)
+        model = calibrate_to(
+            path,
+            runtime,
+            graphs,
+            budget_s=budget,
+            progress=bar.fraction,
+            storage=storage,
+            thorough=thorough,
+            fresh=fresh,
+            announce=lambda line: say(f"layoutopt: {line}"),
         )
-    path = output or calibrated_path(runtime.info)
-    if output is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    device_models.save(model, path)
     report = model.held_out
     if json:
-        emit({"file": str(path), "device": model.name, "measured": len(model.measurements), "held_out": report})
+        emit(
+            {
+                "file": str(path),
+                "device": model.name,
+                "measured": len(model.measurements),
+                "seconds": model.budget_s,
+                "kernels_tight": model.facts["kernels_tight"],
+                "speed_drift": model.facts["speed_drift"],
+                "held_out": report,
+            }
+        )
         return
     out(f"{model.name}: {len(model.measurements)} kernels measured in {model.budget_s:.0f} s")
+    for line in describe_timing(model):
+        out(line)
     out(describe_caches(model))
     if report is None:
         out("held-out error: too few kernels were measured to keep any out")

@@ -171,12 +171,12 @@ def device_model(
     if base is not None and all(calibration_name(graph, storage) in base.graphs for graph in graphs):
         announce(f"device model {path}")
         return base
-    from layoutopt.tuning import calibrate_for
+    from layoutopt.tuning import calibrate_to
 
     lack = f"has no calibration for {', '.join(g.name for g in graphs) or 'planning'} here"
     announce(f"{runtime.info.name} {lack}: measuring for up to {budget_s:.0f} s")
-    model = calibrate_for(runtime, graphs, budget_s=budget_s, progress=progress, base=base, storage=storage)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    devices.save(model, path)
+    model = calibrate_to(
+        path, runtime, graphs, budget_s=budget_s, progress=progress, base=base, storage=storage, announce=announce
+    )
     announce(f"calibration kept in {path}")
     return model

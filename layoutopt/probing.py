@@ -23,7 +23,7 @@ def probe_only(runtime: Runtime, *, thorough: bool = False, tick: Callable[[], N
     Raises:
         DeviceError: the device refuses a microbenchmark.
     """
-    from costmodel.calibrate import chase_seconds, measured_facts
+    from costmodel.facts import chase_seconds, measured_facts
 
     return measured_facts(runtime, chase_seconds(runtime, float("inf"), thorough), thorough, tick)
 

@@ -344,7 +344,7 @@ def roofline_model(
         DeviceError: no such model, or it is of another device.
     """
     from costmodel import device as devices
-    from costmodel.calibrate import measured_facts
+    from costmodel.facts import measured_facts
     from layoutopt.models import calibrated_path, check_device
 
     if given is not None:

@@ -102,7 +102,7 @@ def test_probes_are_told_to_people_and_machines(runtime):
 
     from costmodel.cacheprobe import probe_caches
     from costmodel.caches import chase_facts
-    from costmodel.calibrate import measured_facts
+    from costmodel.facts import measured_facts
 
     model = measured_facts(runtime)
     assert cache_lines(model) == [cache_lines(model)[0]], "nothing was chased: nothing is told of it"

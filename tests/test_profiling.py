@@ -238,7 +238,7 @@ def test_without_a_model_of_the_device_its_rates_are_measured(
         measured.append(runtime.info.name)
         return replace(GENERIC, name=runtime.info.name)
 
-    monkeypatch.setattr("costmodel.calibrate.measured_facts", facts)
+    monkeypatch.setattr("costmodel.facts.measured_facts", facts)
     capsys.readouterr()
     assert main(["profile", "plan.json", "--rounds", "1", "--json"]) == 0
     assert measured == [pick().name]
@@ -270,7 +270,7 @@ def test_bad_input(capsys, files: Path, monkeypatch: pytest.MonkeyPatch, argumen
         pytest.fail("measured before the input was found to be bad")
 
     monkeypatch.setattr("costmodel.calibrate.calibrate", too_late)
-    monkeypatch.setattr("costmodel.calibrate.measured_facts", too_late)
+    monkeypatch.setattr("costmodel.facts.measured_facts", too_late)
     monkeypatch.setattr(profiling, "profile", too_late)
     (files / "damaged.json").write_bytes((files / "plan.json").read_bytes()[:-40])
     made = json.loads((files / "plan.json").read_text())

@@ -1,0 +1,319 @@
+"""Kernels measured so far: prepared in chunks, timed in rounds, settled, and each line of it journaled as it comes.
+
+A kernel's repetitions end when its median is known tightly enough, so that rounds are over those that need them. Before
+anything is begun its seconds are estimated by what the like of it took so far, so that a session ends when its time
+does: a chunk of kernels is as large as there is time for, and so is a round.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from costmodel.device import Measurement, Probe
+from costmodel.drift import Drift, drift_of
+from costmodel.journal import Entry, Journal, Kept
+from costmodel.model import spec_text
+from costmodel.pool import Candidate
+from costmodel.rounds import CONFIDENCE, LEAST_ROUNDS, Round, Settled, settle
+from costmodel.runner import Prepared
+from kernels.spec import Kernel
+from layoutopt.errors import DeviceError
+
+__all__ = ["HELD_OUT_SHARE", "TOLERANCE", "Session", "is_held_out"]
+
+HELD_OUT_SHARE = 0.2
+TOLERANCE = {False: 0.03, True: 0.015}
+"""How far a median's interval may reach from it, as a share, where a kernel needs no more rounds; thorough: True."""
+
+TOGETHER = 10
+"""Kernels compiled as one program: the compiler starts once, and time is looked at in between."""
+MOST_ROUNDS = 40
+"""A kernel that is not tight after so many repetitions will not be."""
+SEGMENT = {"cpu": 40, "gpu": 256}
+"""Kernels of a round that is judged as one: a burst of other work is over before the next."""
+
+PREPARE_S = 0.25
+"""Seconds to prepare a kernel, until some were prepared."""
+MARGIN = 1.25
+"""What is begun may take so many times what the like of it took."""
+
+
+class TimesKernels(Protocol):
+    """What a session asks of ``costmodel.runner.Bench``."""
+
+    def build(self, kernels: Sequence[Kernel]) -> None: ...
+
+    def prepare(self, kernel: Kernel) -> Prepared: ...
+
+    def round(
+        self, prepared: Mapping[str, Prepared], backwards: bool = False, refill: bool = True
+    ) -> dict[str, int]: ...
+
+    def fits(self, kernel: Kernel) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+def is_held_out(key: str, seed: int) -> bool:
+    """Whether the kernel of this key is held out: by its key and the seed alone, before anything is known of it."""
+    return random.Random(f"{seed} {key}").random() < HELD_OUT_SHARE
+
+
+class Session:
+    """What has been measured so far.
+
+    Args:
+        bench: times kernels.
+        kind: of the device, "cpu" or "gpu".
+        seed: decides what is held out.
+        tolerance: see ``TOLERANCE``.
+        known: measurements of an earlier model, kept unless measured again.
+        kept: of an interrupted session; its rounds count as this one's.
+        journal: told of everything.
+        clock: seconds; ``at_s`` of rounds are counted from ``begin_s`` on it.
+        begin_s: see there.
+    """
+
+    def __init__(
+        self,
+        bench: TimesKernels,
+        kind: str,
+        seed: int,
+        tolerance: float = TOLERANCE[False],
+        *,
+        known: Mapping[str, Measurement] | None = None,
+        kept: Kept | None = None,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        begin_s: float | None = None,
+    ) -> None:
+        kept = kept or Kept()
+        self.entries: dict[str, Entry] = dict(kept.entries)
+        self.refused: list[str] = list(kept.refused)
+        self._deadly = kept.deadly
+        self._rounds: list[Round] = list(kept.rounds)
+        self._number = max(kept.sessions - 1, 0)
+        self._known = dict(known or {})
+        self._bench, self._kind, self._seed, self._tolerance = bench, kind, seed, tolerance
+        self._journal, self._clock = journal, clock
+        self._begin_s = clock() if begin_s is None else begin_s
+        self._prepared: dict[str, Prepared] = {}
+        self._anchors: dict[str, Prepared] = {}
+        self._each_s, self._round_s = PREPARE_S, 0.0
+        self._backwards = False
+        self._settled: tuple[int, dict[str, Settled]] = (-1, {})
+
+    # ---- preparing ------------------------------------------------------------------------------------------------
+
+    def anchor(self, kernels: Mapping[str, Kernel]) -> None:
+        """Prepare the kernels that every round times; those that the device refuses are left out."""
+        self._bench.build(list(kernels.values()))
+        for name, kernel in kernels.items():
+            try:
+                self._anchors[name] = self._bench.prepare(kernel)
+            except DeviceError:
+                continue
+
+    def measure(self, batch: Sequence[Candidate], left_s: Callable[[], float], kept_s: float = 0.0) -> int:
+        """Prepare a batch, as much of it as there is time for, and time it; returns how many kernels were tried.
+
+        Args:
+            batch: most wanted first.
+            left_s: seconds that there are.
+            kept_s: of these to be left, or more where rounds over all the kernels will take more.
+        """
+        ready: dict[str, Prepared] = {}
+        waiting = list(batch)
+        while waiting:
+            spare_s = left_s() - max(kept_s, self.missing_s(ready))
+            count = min(TOGETHER, int(spare_s / (MARGIN * self._each_s)))
+            if count < 1:
+                break
+            chunk, waiting = waiting[:count], waiting[count:]
+            begin = self._clock()
+            new = self._prepare(chunk)
+            self._each_s += 0.5 * ((self._clock() - begin) / len(chunk) - self._each_s)
+            self._prepared |= new
+            ready |= new
+            self._round(list(new))  # at once: what is not timed yet is lost with an interruption
+        self._round(list(ready))
+        return len(batch) - len(waiting)
+
+    def _prepare(self, chunk: Sequence[Candidate]) -> dict[str, Prepared]:
+        ready = {}
+        if self._journal:
+            self._journal.trying([c.kernel.key for c in chunk])
+        self._bench.build([c.kernel for c in chunk])
+        for candidate in chunk:
+            kernel = candidate.kernel
+            try:
+                ready[kernel.key] = self._bench.prepare(kernel)
+            except DeviceError as error:
+                self._refuse(str(error))
+                continue
+            counts = tuple(float(f"{v:.8g}") for v in candidate.features)
+            self.entries[kernel.key] = entry = Entry(kernel.variant.label, spec_text(kernel.spec), counts)
+            if self._journal:
+                self._journal.kernel(kernel.key, entry)
+        if self._journal:
+            self._journal.trying(())
+        return ready
+
+    def _refuse(self, message: str) -> None:
+        self.refused.append(message)
+        if self._journal:
+            self._journal.refused(message)
+
+    def close(self) -> None:
+        """Let go of kernels and their regions before the arenas they lie in: some drivers crash the other way round."""
+        for held in (self._prepared, self._anchors):
+            while held:
+                held.popitem()
+        self._bench.close()
+
+    # ---- timing ---------------------------------------------------------------------------------------------------
+
+    def again(self, left_s: float) -> bool:
+        """One more round over the kernels that need one, as many as there is time for; whether there was any.
+
+        Those with the fewest repetitions come first.
+        """
+        keys = self.loose()
+        if not keys:
+            return False
+        counts = {key: s.repetitions for key, s in self.settled().items()}
+        chosen: list[str] = []
+        seconds = self._round_s
+        for key in sorted(keys, key=lambda k: counts.get(k, 0)):
+            seconds += self._kernel_s(key)
+            if MARGIN * seconds > left_s:
+                break
+            chosen.append(key)
+        self._round([key for key in self._prepared if key in set(chosen)])  # in the order they were prepared
+        return bool(chosen)
+
+    def _round(self, keys: Sequence[str]) -> None:
+        """Time kernels once, in segments with anchors in each; every second round runs backwards."""
+        order = list(keys)[::-1] if self._backwards else list(keys)
+        self._backwards = not self._backwards
+        size = SEGMENT[self._kind]
+        for first in range(0, len(order), size):
+            segment = {key: self._prepared[key] for key in order[first : first + size]}
+            begin = self._clock()
+            times = self._bench.round(self._anchors | segment, refill=not first)
+            end = self._clock()
+            done = Round(
+                round(end - self._begin_s, 3),
+                {key: ns for key, ns in times.items() if key in segment},
+                {name: ns for name, ns in times.items() if name not in segment},
+                self._number,
+            )
+            self._rounds.append(done)
+            if self._journal:
+                self._journal.round(done)
+            if not first:  # the first segment's overhead is that of a round
+                self._round_s = max(end - begin - sum(times.values()) / 1e9, self._round_s / 2)
+
+    def _kernel_s(self, key: str) -> float:
+        return self.settled()[key].ns / 1e9 if key in self.settled() else 1e-3
+
+    # ---- what is known --------------------------------------------------------------------------------------------
+
+    def knows(self, key: str) -> bool:
+        """Whether a kernel was measured, now or in an earlier session or model."""
+        return key in self.entries or key in self._known
+
+    def wants(self, key: str) -> bool:
+        """Whether a kernel is to be prepared: it is new, or known too loosely from before an interruption.
+
+        A kernel that the driver did not survive is not wanted.
+        """
+        return (
+            key not in self._deadly and key not in self._prepared and (not self.knows(key) or key in self.unsettled())
+        )
+
+    def known(self) -> set[str]:
+        """Keys of everything that was measured, now or before."""
+        return self.entries.keys() | self._known.keys()
+
+    def settled(self) -> dict[str, Settled]:
+        """What the repetitions so far come to."""
+        if self._settled[0] != len(self._rounds):
+            self._settled = len(self._rounds), settle(self._rounds)
+        return self._settled[1]
+
+    def loose(self) -> list[str]:
+        """Prepared kernels that need more rounds."""
+        settled = self.settled()
+        return [
+            key
+            for key in self._prepared
+            if key not in settled
+            or (settled[key].repetitions < MOST_ROUNDS and not settled[key].tight(self._tolerance))
+        ]
+
+    def unsettled(self) -> set[str]:
+        """Kernels, prepared here or not, whose repetitions are too few or too far apart."""
+        settled = self.settled()
+        return {key for key in self.entries if key not in settled or not settled[key].tight(self._tolerance)}
+
+    def tight(self) -> int:
+        """How many kernels need no more rounds."""
+        return len(self.entries) - len(self.unsettled())
+
+    def describe_tight(self) -> str:
+        """What ``tight`` is out of, in words."""
+        return (
+            f"of {len(self.entries)} kernels: median within {self._tolerance:.2g} of itself ({CONFIDENCE:.0%} interval "
+            "from order statistics)"
+        )
+
+    def missing_s(self, extra: Sequence[str] | Mapping[str, Prepared] = ()) -> float:
+        """Seconds of the rounds that are missing until every kernel has its least number of repetitions."""
+        settled = self.settled()
+        lacking = {key: LEAST_ROUNDS - settled[key].repetitions for key in self._prepared if key in settled}
+        lacking = {key: count for key, count in lacking.items() if count > 0}
+        typical_s = sum(s.ns for s in settled.values()) / 1e9 / max(len(settled), 1)
+        rounds = LEAST_ROUNDS if extra else max(lacking.values(), default=0)
+        seconds = sum(count * self._kernel_s(key) for key, count in lacking.items())
+        return MARGIN * (seconds + len(extra) * LEAST_ROUNDS * typical_s + rounds * self._round_s)
+
+    def drift(self) -> Drift:
+        """How the device's speed moved."""
+        return drift_of(self._rounds)
+
+    def anchors(self) -> dict[str, Probe]:
+        """The anchors' raw times, by the name that they have in a model."""
+        names = sorted({name for r in self._rounds for name in r.anchors_ns})
+        return {
+            f"anchor_{n}": Probe(
+                "the same kernel in every round",
+                1.0,
+                "runs",
+                tuple(r.anchors_ns[n] for r in self._rounds if n in r.anchors_ns),
+            )
+            for n in names
+        }
+
+    def records(self) -> dict[str, Measurement]:
+        """All measurements, by key; a kernel of which no round ended is none."""
+        settled = self.settled()
+        times: dict[str, list[int]] = {}
+        for done in self._rounds:
+            for key, ns in done.times_ns.items():
+                times.setdefault(key, []).append(ns)
+        return self._known | {
+            key: Measurement(
+                variant=entry.variant,
+                spec=entry.spec,
+                rounds_ns=tuple(times[key]),
+                features=entry.features,
+                held_out=is_held_out(key, self._seed),
+                ns=settled[key].ns,
+            )
+            for key, entry in sorted(self.entries.items())
+            if key in times
+        }
