@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from platformdirs import user_cache_path
 
+from kernels.builders import LEAST_SOURCES, Builders, worker_count
 from kernels.devices import DeviceInfo, choose
 from kernels.merge import mergeable, merged, section_suffix
 from kernels.pocl import name_generic_cpu
@@ -38,6 +39,9 @@ _SECTIONS = 64
 _TEXTURE_CACHE_VENDORS = frozenset(("qualcomm", "arm"))
 """Makers of GPUs in which images pass a cache that buffers do not. Elsewhere both take one way, or nobody has shown
 that images are faster: kernels that read through them would be more to plan and to measure."""
+
+_COMPILES_ALONE = "nvidia"
+"""Maker of drivers that compile one program at a time in a process, however many threads there are (seen on 580.159)."""
 
 DEVICE_ENV = "LAYOUTOPT_DEVICE"
 DUMP_ENV = "LAYOUTOPT_DUMP"
@@ -223,6 +227,8 @@ class Runtime:
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
         self._programs: dict[str, tuple[Any, str]] = {}
+        workers = worker_count(self.limits) if _COMPILES_ALONE in self.info.vendor.casefold() else 0
+        self._builders = Builders(self.info.index, workers) if workers > 1 else None
 
     def _queue(self, profiling: bool) -> Any:
         flag = self._cl.command_queue_properties.PROFILING_ENABLE
@@ -254,6 +260,9 @@ class Runtime:
         new = {key: pair for pair in sources if (key := _key(pair[0])) not in self._programs}
         for key, (source, label) in new.items():
             self._dump_source(label, key, source)
+        if self._builders is not None and len(new) >= LEAST_SOURCES:
+            self._load({key: source for key, (source, _) in new.items()}, self._builders)
+            new = {key: pair for key, pair in new.items() if key not in self._programs}
         sections = sorted(key for key, (source, _) in new.items() if mergeable(source))
         for begin in range(0, len(sections), _SECTIONS):
             chunk = sections[begin : begin + _SECTIONS]
@@ -264,6 +273,29 @@ class Runtime:
             self._programs |= {key: (program, section_suffix(i)) for i, key in enumerate(chunk)}
         for source, label in new.values():
             self._build(source, label)
+
+    def binary(self, source: str) -> bytes:
+        """The driver's binary of a program, to be loaded by another process on this device.
+
+        Raises:
+            DeviceError: it does not build, or the driver keeps its binaries to itself.
+        """
+        program, _ = self._build(source, "program")
+        binaries = program.get_info(self._cl.program_info.BINARIES)
+        if not binaries or not binaries[0]:
+            raise DeviceError(f"device {self.info.label} gives out no binaries of its programs")
+        return bytes(binaries[0])
+
+    def _load(self, sources: Mapping[str, str], builders: Builders) -> None:
+        """Have programs compiled by worker processes; those that were not are built here later."""
+        for key, binary in zip(sources, builders.build(list(sources.values())), strict=True):
+            if binary is None:
+                continue
+            try:
+                program = self._cl.Program(self.context, [self.info.handle], [binary]).build(BUILD_OPTIONS)
+            except self._cl.Error:
+                continue
+            self._programs[key] = program, ""
 
     def kernel(self, source: str, entry: str, label: str) -> Any:
         """A new kernel object, so that its arguments can be set once and for all. Equal sources are built once.
