@@ -63,11 +63,11 @@ def staged_variants(spec: OpSpec, limits: DeviceLimits) -> Iterator[KernelVarian
 
 
 def _split(items: int, panels: int, units: int) -> int:
-    """The least power of two of ranges that keeps the device busy, as far as k goes."""
+    """The least power of two of ranges that keeps the device busy, as far as k goes; less where some would be empty."""
     q = 1
     while items * q < _ITEMS_PER_UNIT * units and panels // (2 * q) >= _LEAST_STEPS:
         q *= 2
-    return q
+    return -(-panels // -(-panels // q))
 
 
 def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
