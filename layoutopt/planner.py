@@ -172,12 +172,13 @@ def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:
 def _candidates(
     graph: TrainingGraph, rewrites: Sequence[str] | None, storage: str, keep: Sequence[str], smaller: bool
 ) -> list[TrainingGraph]:
-    """The rewritten graphs to plan; without the rewrites where they would fuse away what must stay readable."""
-    out = alternatives(graph, rewrites, storage, smaller=smaller)
-    readable = [candidate for candidate in out if not _lost(candidate, keep)]
-    if smaller:
-        return readable
-    return readable or [rewritten(graph, STORAGES[storage])]
+    """The rewritten graphs to plan; with gradients, or as captured, where else what must stay readable would be gone."""
+    for gradients in (False, True):
+        out = alternatives(graph, rewrites, storage, smaller=smaller, gradients=gradients)
+        readable = [candidate for candidate in out if not _lost(candidate, keep)]
+        if readable or smaller:
+            return readable
+    return [rewritten(graph, STORAGES[storage])]
 
 
 def _lost(graph: TrainingGraph, keep: Sequence[str]) -> bool:

@@ -80,8 +80,13 @@ def half_storage(graph: TrainingGraph) -> TrainingGraph:
         A graph of the same ops on other types; one that trains has more scalar state, and updates that use it.
 
     Raises:
-        GraphError: it is not clear where the backward pass begins, so that gradients cannot be scaled.
+        GraphError: it is not clear where the backward pass begins, or gradients are applied where they are made (the
+            rewrite "apply"), so that they cannot be scaled.
     """
+    if any(op.kind == "contraction" and op.inplace for op in graph.ops):
+        raise GraphError(
+            f"graph {graph.name!r} applies gradients where they are made: store it as float16 without that"
+        )
     huge, masked = _huge(graph)
     halves = _halves(graph, huge)
     if not halves:

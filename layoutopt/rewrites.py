@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
+from layoutopt.rewrite_apply import apply_gradients
 from layoutopt.rewrite_attention import fuse_attention
 from layoutopt.rewrite_epilogue import with_epilogues
 from layoutopt.rewrite_half import half_storage
@@ -49,6 +50,7 @@ REWRITES: dict[str, Rewrite] = {
     "epilogue": with_epilogues,
     "logits": overwrite_logits,
     "neighbours": bring_together,
+    "apply": apply_gradients,
     "updates": early_updates,
     "reuse": write_over,
     "half": half_storage,
@@ -58,7 +60,7 @@ REWRITES: dict[str, Rewrite] = {
 STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
 """How numbers may lie in memory (``--storage``), and the rewrites that make it so."""
 
-ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "updates", "reuse")
+ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "apply", "updates", "reuse")
 OPTIONAL: tuple[str, ...] = ("attention",)
 SMALLER: tuple[str, ...] = ("recompute",)
 """Applied besides where no plan fits into memory without: they save memory and may take time."""
@@ -135,7 +137,12 @@ def planned_graph(plan: Plan, graph: TrainingGraph) -> TrainingGraph:
 
 
 def alternatives(
-    graph: TrainingGraph, names: Sequence[str] | None = None, storage: str = "fp32", *, smaller: bool = False
+    graph: TrainingGraph,
+    names: Sequence[str] | None = None,
+    storage: str = "fp32",
+    *,
+    smaller: bool = False,
+    gradients: bool = False,
 ) -> list[TrainingGraph]:
     """The graphs to plan, of which the best is kept; a rewrite that changes nothing is left out.
 
@@ -144,6 +151,7 @@ def alternatives(
         names: exactly these rewrites, besides those of ``storage``; None lets planning choose.
         storage: one of :data:`STORAGES`.
         smaller: with :data:`SMALLER`; none where these change nothing, or where the rewrites are given.
+        gradients: keep every gradient to be read after the step.
 
     Raises:
         LayoutOptError: there is no such storage or rewrite.
@@ -160,7 +168,9 @@ def alternatives(
     for name in OPTIONAL:
         if rewritten(graph, [name]).ops != graph.ops:
             chosen += [[*names, name] for names in chosen]
-    return [rewritten(graph, _effective(graph, [*ALWAYS, *names, *stored])) for names in chosen]
+    # In float16, gradients are scaled, and looked at, between the contraction and the update.
+    always = [name for name in ALWAYS if name != "apply" or not (gradients or stored)]
+    return [rewritten(graph, _effective(graph, [*always, *names, *stored])) for names in chosen]
 
 
 def check_storage(storage: str) -> None:

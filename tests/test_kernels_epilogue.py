@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -69,6 +70,11 @@ DROPOUT = Expr(
     (T[6], T[3]),
 )
 """A seed, row and column numbers, a mask of bools; two outputs, the second of bools."""
+MOMENTUM = Expr(
+    (("mul", X[2], ("c", 0.9)), ("add", T[0], X[0]), ("mul", T[1], X[3]), ("sub", X[1], T[2])),
+    (T[3], T[1]),
+)
+"""A parameter and its momentum, both updated in place, and a learning rate."""
 
 
 def spread(axes: tuple[int, ...]) -> Callable[[tuple[int, int, int]], Layout]:
@@ -104,7 +110,10 @@ PROGRAMS: dict[str, tuple[Expr, list[tuple[str, Callable]], list[tuple[str, Call
     "gelu": (GELU, [(F, BY_N)], [(F, ROWS), (F, ROWS)]),
     "silu gradient": (SILU_GRAD, [(F, ROWS)], [(F, ROWS)]),
     "dropout": (DROPOUT, [(I, SCALAR), (I, BY_M), (I, BY_N), (B, BY_B)], [(F, ROWS), (B, ROWS)]),
+    "update": (MOMENTUM, [(F, ROWS), (F, ROWS), (F, SCALAR)], [(F, ROWS), (F, ROWS)]),
 }
+IN_PLACE = {"update": ((0, 2), (1, 3))}
+"""By program: pairs (output, input) that share storage."""
 
 
 def spec_of(shape: Shape, program: Expr, extras: list[str], outputs: list[str], alpha: float = 0.5) -> OpSpec:
@@ -123,6 +132,7 @@ def case(
     extra = [changed.get("extras", {}).get(i, make) for i, (_, make) in enumerate(extras)]
     output = [changed.get("outputs", {}).get(i, make) for i, (_, make) in enumerate(outputs)]
     spec = spec_of(shape, program, [d for d, _ in extras], [d for d, _ in outputs])
+    spec = replace(spec, inplace=IN_PLACE.get(name, ()))
     layouts = tuple(make(s) for make, s in zip([a, b, *extra, *output], spec.shapes, strict=True))
     return spec, layouts
 
@@ -198,12 +208,13 @@ def own_kernels(name: str, shape: Shape, **changed: dict[int, Callable]) -> list
 # ---- right on every device ------------------------------------------------------------------------------------------
 
 
-def test_every_enumerated_variant(device_index: int) -> None:
+@pytest.mark.parametrize("name", ["dropout", "update"])
+def test_every_enumerated_variant(device_index: int, name: str) -> None:
     """As enumerated for this device and for a GPU, on primes that leave borders everywhere."""
     for device in (limits(device_index), GPU_LIMITS):
         ran: dict[str, Kernel] = {}
         for a, b in ((ROWS, ROWS), (COLUMNS, COLUMNS), (ROWS, COLUMNS), (tiled(4, 4), whole_tiles)):
-            spec, layouts = case("dropout", PRIME, a, b)
+            spec, layouts = case(name, PRIME, a, b)
             ran = {kernel.variant.label: kernel for kernel in kernels_for(spec, layouts, device)} | ran
         assert set(ran) == {v.label for v in CONTRACTION.variants(spec, device)}
         check(device_index, ran.values())
@@ -233,6 +244,12 @@ WAYS: dict[str, Callable] = {
 def test_extra_operands_in_any_layout(device_index: int, way: str) -> None:
     make = {**WAYS, "down": BY_M, "one number": SCALAR}[way]
     check(device_index, own_kernels("residual", ODD, extras={1: make}))
+
+
+@pytest.mark.parametrize("way", ["columns", "batch innermost", "tiles by columns", "odd tiles", "rows padded"])
+def test_what_is_updated_in_any_layout(device_index: int, way: str) -> None:
+    """A parameter in one layout, its momentum in another."""
+    check(device_index, own_kernels("update", ODD, extras={0: WAYS[way]}, outputs={0: WAYS[way]}))
 
 
 @pytest.mark.parametrize("way", ["columns", "tiles", "tiles by columns", "rows padded"])
