@@ -31,6 +31,7 @@ from costmodel.session import HELD_OUT_SHARE, TOLERANCE, Session, is_held_out
 from kernels.spec import Kernel
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
+from layoutopt.rewrite_updates import peak_bytes
 from layoutopt.rewrites import calibration_name
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HELD_OUT_SHARE",
     "Calibration",
+    "arena_bytes",
     "calibrate",
     "describe_held_out",
     "describe_timing",
@@ -60,8 +62,11 @@ SHARE_REFINE = 0.4
 """Share of the budget kept for measuring what the planner would pick, where a planner is given."""
 SHARE_RESUMED = 0.25
 """Share that a calibration which is taken up again has at least: preparing its kernels takes time too."""
-FINISH = 5
-"""The fit and its judge at the end take so many times what a quick fit takes."""
+FINISH = 5.0
+"""The fit and its judge at the end take so many times what a quick fit takes, until that was tried."""
+TRIED = 60
+"""It is tried with so many kernels."""
+FINISH_MARGIN = 1.2
 
 Progress = Callable[[str, float], None]
 Chooser = Callable[[DeviceModel, float], Sequence[Kernel]]
@@ -127,7 +132,7 @@ def calibrate(
     model = replace(model, features=FEATURES, measurements={}, constants={}, graphs=tuple(names))
     tell("listing kernels")
     costs = CostModel(model)
-    bench = Bench(runtime, arena_bytes=_arena_bytes(graphs), seed=seed)
+    bench = Bench(runtime, arena_bytes=arena_bytes(graphs), seed=seed)
     session = Session(
         bench,
         runtime.limits.kind,
@@ -182,11 +187,12 @@ class Calibration:
     ) -> None:
         self._session, self._model, self._costs, self._budget, self._tell = session, model, costs, budget, tell
         self._fit_s = self._again_s = 0.0
+        self._finish, self._tried = FINISH, False
         self._constants: dict[str, FamilyFit] = {}
 
     def left_s(self) -> float:
-        """Seconds left to measure in: the fit at the end takes some."""
-        return self._budget.left_s - FINISH * self._fit_s
+        """Seconds left to measure in: the fit and its judge at the end take some."""
+        return self._budget.left_s - FINISH_MARGIN * self._finish * self._fit_s
 
     def sample(self, pool: Pool, later: float = 0.0, last: float = SHARE_LAST) -> None:
         """Measure kernels of the pool, those with most at stake first, leaving some of the budget.
@@ -271,9 +277,7 @@ class Calibration:
     def _so_far(self) -> DeviceModel:
         """The model as it is, for a question: nobody asks it for its error."""
         records = self._session.records()
-        begin = self._budget.spent_s
         constants = fit(samples_of(records.values()), FEATURES)
-        self._fit_s = max(self._fit_s, (self._budget.spent_s - begin) / 2)
         return replace(self._model, measurements=records, constants=constants)
 
     def _fit(self) -> None:
@@ -281,6 +285,10 @@ class Calibration:
         records = self._session.records()
         self._constants = fit(samples_of(records.values(), held_out=False), FEATURES, finest="name")
         self._fit_s = self._budget.spent_s - begin
+        if not self._tried and len(records) >= TRIED and self._fit_s:
+            begin = self._budget.spent_s
+            self.model()
+            self._finish, self._tried = (self._budget.spent_s - begin) / self._fit_s, True
 
     def _once_more(self, left_s: Callable[[], float]) -> None:
         """A round over what is not tight, while such rounds took but their share of the time: hours differ."""
@@ -306,29 +314,33 @@ def question(
         "device": [info.platform, info.platform_version, info.name, info.driver],
         "features": list(FEATURES),
         "graphs": [g.hash for g in graphs],
-        "arena_bytes": _arena_bytes(graphs),
+        "arena_bytes": arena_bytes(graphs),
         "base": base.hash if base else "",
         "seed": seed,
         "thorough": thorough,
     }
 
 
-def _arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
-    """Size of each of the two arenas that kernels are timed over, so that together they are as large as a step.
+def arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
+    """Size of each of the two arenas that kernels are timed over, so that they find in caches what a step would leave.
 
-    A step that fits in a cache finds its operands there; the same kernels over far more memory would be judged by
-    misses that the step does not have.
+    A step touches again what it has just made, and on the way back what it made on the way there: taken together, two
+    thirds of what is alive lie between two touches of a byte. Over more memory kernels would be judged by misses that
+    the step does not have.
+
+    Args:
+        graphs: as they are planned; none: as much as arenas may take.
     """
     if not graphs:
         return ARENA_BYTES
-    step_bytes = max(sum(t.size_elems * t.item_bytes for t in graph.tensors.values()) for graph in graphs)
+    alive_bytes = max(peak_bytes(graph) for graph in graphs)
     largest_op = max(
         sum(graph.tensors[o.tensor].size_elems * graph.tensors[o.tensor].item_bytes for o in op.operands)
         for graph in graphs
         for op in graph.ops
     )
     # Padded layouts and workspaces take more than the tensors: half as much again for the largest op.
-    return min(max(step_bytes // 2, largest_op * 3 // 2, SMALLEST_ARENA_BYTES), ARENA_BYTES)
+    return min(max(alive_bytes // 3, largest_op * 3 // 2, SMALLEST_ARENA_BYTES), ARENA_BYTES)
 
 
 def describe_held_out(report: HeldOut | None) -> str:

@@ -1,4 +1,4 @@
-"""Timing kernels on the device by events, over real data, cold as they are in a step.
+"""Timing kernels on the device by events, over real data, as cold as they are in a step.
 
 Operands lie at changing places of large arenas, so that a kernel does not find its own data in a near cache because the
 same kernel ran before. What is only read is never written: random numbers between 0.5 and 1.5, never zeros, never small
@@ -24,7 +24,7 @@ __all__ = ["Bench", "Prepared", "id_limit"]
 
 ARENA_BYTES = 256 << 20
 _STREAM = 256
-"""Kernels that a GPU gets before the host waits for them."""
+"""Kernels that the device gets before the host waits for them."""
 _IDS = {"gather": (0, 0), "nll_loss": (0, 1), "cross_entropy": (0, 1), "cross_entropy_grad": (1, 1)}
 """(operand, axis) whose extent bounds the ids of these kinds."""
 
@@ -177,8 +177,8 @@ class Bench:
     def round(self, prepared: Mapping[str, Prepared], backwards: bool = False, refill: bool = True) -> dict[str, int]:
         """Time every kernel once, in order or backwards; nanoseconds by key.
 
-        A GPU gets them one after the other without a pause, as in a step: after a pause a launch shows some
-        microseconds more than it takes there. A CPU gets each by itself: the host's thread would take one of its cores.
+        The device gets them one after the other without a pause, as in a step: after a pause a launch shows some
+        microseconds more than it takes there, on a GPU and on a CPU, whose sleeping threads have to be woken.
 
         Args:
             prepared: by key.
@@ -191,8 +191,6 @@ class Bench:
         if refill:
             self._write.refill(self.runtime)
         keys = list(prepared)[::-1] if backwards else list(prepared)
-        if self.runtime.limits.kind != "gpu":
-            return {key: self.run(prepared[key]) for key in keys}
         times: dict[str, int] = {}
         for begin in range(0, len(keys), _STREAM):
             stream = keys[begin : begin + _STREAM]
