@@ -246,10 +246,8 @@ class Planner:
                 self._open.pop(i, None)
             else:
                 self._open[i] = None
-        named = [k for _, k in sorted(chosen.values(), key=_first)] + [
-            k for _, k in sorted(rivals.values(), key=_first)
-        ]
-        return named[:MOST_NAMED]
+        others = [stake for key, stake in rivals.items() if key not in chosen]
+        return [k for group in (chosen.values(), others) for _, k in sorted(group, key=_first)][:MOST_NAMED]
 
     def _steps(self, graph: TrainingGraph, costs: CostModel, pricer: Pricer, end: float) -> list[BoundStep]:
         """What plans of a graph run, by as many strategies as there is time for."""

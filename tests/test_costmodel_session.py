@@ -166,6 +166,24 @@ def test_a_planner_that_never_returns_in_time_is_asked_once(pool: Pool):
     assert budget.spent_s <= 66
 
 
+def test_a_fit_that_takes_long_at_the_end_is_paid_from_the_budget(pool: Pool, monkeypatch: pytest.MonkeyPatch):
+    """The whole fit and its judge take 30 times what a quick one does, and that grows with the kernels."""
+    clock = Clock()
+
+    def fit(samples, names, finest="label"):
+        clock.now_s += len(samples) * (0.0005 if finest == "name" else 0.0075)
+        return {}
+
+    def judge(records, names):
+        clock.now_s += len(records) * 0.0075
+
+    monkeypatch.setattr("costmodel.calibrate.fit", fit)
+    monkeypatch.setattr("costmodel.calibrate.judge", judge)
+    _, model, budget = whole(Device(clock, prepare_s=0.05), pool, 60.0)
+    assert len(model.measurements) * 0.015 > 6, "the fit is a tenth of the budget and more"
+    assert 45 <= budget.spent_s <= 66
+
+
 def test_budgets_by_kind():
     assert (budget_seconds("cpu"), budget_seconds("gpu")) == (180.0, 60.0)
     assert budget_seconds("gpu", thorough=True) > budget_seconds("gpu")

@@ -17,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list OpenCL devices and stop")
     parser.add_argument("--budget", type=float, default=180.0, help="seconds (default 180)")
     parser.add_argument("--thorough", action="store_true", help="more rounds, caches in finer steps")
+    parser.add_argument("--fresh", action="store_true", help="leave out what an interrupted run has measured")
     parser.add_argument("--probes-only", action="store_true", help="rates and caches, no kernels")
     parser.add_argument("-o", "--output", default="device-model.toml", help="file to write (default device-model.toml)")
     given = parser.parse_args(arguments)
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("run.py: interrupted, nothing was written", file=sys.stderr)
+        print("run.py: interrupted; what was measured is kept, the same command goes on from there", file=sys.stderr)
         return 130
 
 
@@ -58,7 +59,8 @@ def _list() -> int:
 def _calibrate(given: argparse.Namespace) -> int:
     from costmodel import device as device_models
     from costmodel.caches import describe_caches
-    from costmodel.calibrate import calibrate, describe_held_out
+    from costmodel.calibrate import calibrate, describe_held_out, describe_timing, question
+    from costmodel.journal import Journal
     from kernels.runtime import Runtime, pick
     from layoutopt.graphfile import load
     from layoutopt.probing import probe_only
@@ -72,12 +74,23 @@ def _calibrate(given: argparse.Namespace) -> int:
 
     if given.probes_only:
         model = probe_only(runtime, thorough=given.thorough)
+        device_models.save(model, given.output)
     else:
         graphs = [a for file in sorted((HERE / "graphs").glob("*.graph")) for a in alternatives(load(file))]
-        model = calibrate(runtime, given.budget, graphs, progress=tell, thorough=given.thorough)
-    device_models.save(model, given.output)
+        asked = question(runtime, graphs, thorough=given.thorough)
+        journal = Journal(Path(f"{given.output}.journal"), asked, given.fresh)
+        if journal.measured:
+            print(f"going on with an interrupted run: {journal.measured} kernels were measured", file=sys.stderr)
+        try:
+            model = calibrate(runtime, given.budget, graphs, progress=tell, thorough=given.thorough, journal=journal)
+            device_models.save(model, given.output)
+        finally:
+            journal.close()
+        journal.remove()
     print(f"{model.name}: {len(model.measurements)} kernels measured in {model.budget_s:.0f} s")
     print(describe_caches(model))
+    for line in describe_timing(model):
+        print(line)
     if not given.probes_only:
         print(describe_held_out(model.held_out))
     print(f"wrote {given.output}: bring it back and plan with --device-model {Path(given.output).name}")
