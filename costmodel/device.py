@@ -140,17 +140,24 @@ class FamilyFit:
         ns_per: coefficient by feature name; an absent feature costs nothing.
         samples: kernels in the fit.
         median_error: median absolute percentage error on those same kernels (the residual, not a test).
+        spread_90: nine in ten left-out kernels were off (logarithm) by at most so many times the deviation expected of
+            them (``costmodel/deviation.py``); 0: not known.
+        corrected: of a family: its predictions are corrected by what similar kernels deviated.
     """
 
     ns_per: Mapping[str, float]
     samples: int
     median_error: float
+    spread_90: float = 0.0
+    corrected: bool = False
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Error on kernels that no fit or choice had seen: absolute percentage errors as fractions, Kendall's tau over
     all of them (``tau``) and the mean over groups of kernels that compute the same spec (``tau_within_spec``).
+    ``covered_90`` is the share of kernels within the 90% interval of their prediction, ``half_width_90`` what the
+    median interval allows above the prediction, as a fraction of it; both 0 in files older than intervals.
     """
 
     kernels: int
@@ -162,6 +169,8 @@ class HeldOut:
     tau_within_spec: float
     fitted_on: int
     date: str
+    covered_90: float = 0.0
+    half_width_90: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -222,9 +231,18 @@ class DeviceModel:
         typed = msgspec.convert(dataclasses.asdict(self), DeviceModel)  # numbers take their declared types
         # asdict rather than msgspec's encoder, which leaves out defaults that a file did not state.
         content = dataclasses.asdict(typed)
-        if not typed.limits.image_max_buffer_texels:  # models made before there was this entry keep their hash
-            del content["limits"]["image_max_buffer_texels"]
+        # Models made before there were these entries keep their hash.
+        _drop_unset(content["limits"], ("image_max_buffer_texels",))
+        for fitted in content["constants"].values():
+            _drop_unset(fitted, ("spread_90", "corrected"))
+        _drop_unset(content["held_out"] or {}, ("covered_90", "half_width_90"))
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
+
+
+def _drop_unset(table: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in keys:
+        if not table.get(key):
+            table.pop(key, None)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

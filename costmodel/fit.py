@@ -1,82 +1,20 @@
-"""Fitting: non-negative nanoseconds per unit of each feature, for all kernels, per family, per variant name and label.
-
-Each finer fit is drawn towards the coarser one, so that a handful of samples corrects it and no more. The error that is
-minimised is that of the logarithm (a factor of two too much weighs as much as a factor of two too little), robustly:
-iteratively reweighted non-negative least squares. No randomness anywhere: equal samples give equal constants.
-"""
+"""A calibration's fit (constants, corrections, uncertainty), and the judge of it on kernels that it has not seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import nnls
 from scipy.stats import kendalltau
 
+from costmodel.constants import Sample, fit_constants, kind_of, levels, predicted_ns, samples_of
+from costmodel.deviation import Predictor
 from costmodel.device import FamilyFit, HeldOut, Measurement
+from costmodel.uncertainty import with_uncertainty
 
-__all__ = ["Sample", "fit", "judge", "kind_of", "levels", "predicted_ns", "samples_of"]
-
-ITERATIONS = 12
-HUBER = 0.15
-"""Relative error from which a sample's pull stops growing."""
-
-PULL = 0.3
-"""Weight of the coarser fit, in samples per feature."""
-
-SLACK = 0.1
-"""Share of the time up to which a coefficient may grow from nothing as easily as another may double."""
-
-MIN_SAMPLES = 4
-"""Fewer samples than this make no fit of their own."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A measured kernel: variant label, kind of op, features, nanoseconds."""
-
-    label: str
-    kind: str
-    features: tuple[float, ...]
-    ns: float
-
-
-def kind_of(spec: str) -> str:
-    """The op kind in a measurement's spec text."""
-    return spec.partition(" ")[0]
-
-
-def samples_of(measurements: Iterable[Measurement], held_out: bool | None = None) -> list[Sample]:
-    """Samples of the measurements that are (or are not) held out; all by default."""
-    return [
-        Sample(m.variant, kind_of(m.spec), m.features, max(m.time_ns, 1.0))
-        for m in measurements
-        if held_out is None or m.held_out == held_out
-    ]
-
-
-SHAPED = frozenset(("t", "s", "chunk", "groups", "rows"))
-"""Parameters that follow from an op's shape: variants that differ only in them are one for the fit."""
-
-
-@lru_cache(maxsize=1 << 14)
-def levels(label: str, kind: str = "") -> tuple[str, ...]:
-    """From fine to coarse: ``rows.item:softmax(v=16)``, ``rows.item:softmax``, ``rows.item``, ``rows``.
-
-    Args:
-        label: the variant's.
-        kind: of the op; left out where the family serves but one.
-    """
-    name, _, rest = label.partition("(")
-    family = name.partition(".")[0]
-    kept = ",".join(p for p in rest.rstrip(")").split(",") if p.partition("=")[0] not in SHAPED)
-    if kind in ("", family):
-        return f"{name}({kept})", name, family
-    return f"{name}:{kind}({kept})", f"{name}:{kind}", name, family
+__all__ = ["Sample", "fit", "judge", "judge_on", "kind_of", "levels", "predicted_ns", "samples_of"]
 
 
 def fit(
@@ -87,100 +25,74 @@ def fit(
     Args:
         samples: what was measured.
         names: feature names, in the samples' order.
-        finest: where to stop; "name" is quicker.
+        finest: where to stop; "name" is quicker by far, and leaves corrections and uncertainty out.
 
     Returns:
         By level; empty where there are no samples.
     """
-    if not samples:
-        return {}
-    ordered = sorted(samples, key=lambda s: (s.label, s.kind, s.ns, s.features))
-    x = np.array([s.features for s in ordered], dtype=np.float64)
-    y = np.array([s.ns for s in ordered], dtype=np.float64)
-    # Something runs at each launch, whatever the counts say: no prediction is zero.
-    least = np.array([y.min() / 2 if name == "launches" else 0.0 for name in names])
-    everything = _solve(x, y, None, least)
-    found: dict[str, np.ndarray] = {"all": everything}
-    out = {"all": _record(everything, x, y, names)}
-    for depth in range(-1, -5 if finest == "label" else -4, -1):
-        groups: dict[str, list[int]] = {}
-        for i, sample in enumerate(ordered):
-            own = levels(sample.label, sample.kind)
-            if -depth <= len(own) - (finest == "name"):
-                groups.setdefault(own[depth], []).append(i)
-        for key, rows in sorted(groups.items()):
-            if len(rows) < MIN_SAMPLES:
-                continue
-            own = levels(ordered[rows[0]].label, ordered[rows[0]].kind)
-            coarser = next((found[k] for k in own[own.index(key) + 1 :] if k in found), everything)
-            found[key] = _solve(x[rows], y[rows], coarser, least)
-            out[key] = _record(found[key], x[rows], y[rows], names)
-    return out
-
-
-def _solve(x: np.ndarray, y: np.ndarray, prior: np.ndarray | None, least: np.ndarray) -> np.ndarray:
-    """Coefficients ``c >= least`` that make ``log(x @ c)`` close to ``log(y)``, near ``prior`` where there is one."""
-    unit = (x / y[:, None]).mean(axis=0)  # mean share of the time per ns of coefficient: makes features comparable
-    used = unit > 0
-    if not used.any():
-        return least if prior is None else prior
-    base = x @ least
-    scaled = x[:, used] / unit[used]
-    anchor = (prior - least)[used] * unit[used] if prior is not None else np.zeros(int(used.sum()))
-    # A coarser fit holds each coefficient by its ratio; without one, just enough to choose among equal answers.
-    hold = np.diag(np.sqrt(PULL) / (anchor + SLACK)) if prior is not None else np.sqrt(1e-3) * np.eye(int(used.sum()))
-    at = y.copy()
-    weight = np.ones_like(y)
-    for _ in range(ITERATIONS):
-        scale = weight / np.sqrt(y * at)
-        share, _ = nnls(np.vstack([scaled * scale[:, None], hold]), np.concatenate([(y - base) * scale, hold @ anchor]))
-        at = np.clip(base + scaled @ share, y / 8, y * 8)
-        off = np.abs(np.log(at / y))
-        weight = np.sqrt(np.minimum(1.0, HUBER / np.maximum(off, 1e-9)))
-    out = least.copy() if prior is None else prior.copy()  # what these samples do not have costs what it did before
-    out[used] = least[used] + share / unit[used]
-    return out
-
-
-def _record(c: np.ndarray, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -> FamilyFit:
-    error = np.abs(x @ c - y) / y
-    kept = {name: float(f"{v:.8g}") for name, v in zip(names, c, strict=True) if v > 0}
-    return FamilyFit(kept, len(y), round(float(np.median(error)), 4))
-
-
-def predicted_ns(
-    constants: Mapping[str, FamilyFit], own: Sequence[str], values: Sequence[float], names: Sequence[str]
-) -> dict[str, float]:
-    """Nanoseconds by feature under the finest constants that cover a kernel of these ``levels``."""
-    chosen = next((constants[k] for k in (*own, "all") if k in constants), None)
-    if chosen is None:
-        return {}
-    return {n: chosen.ns_per[n] * v for n, v in zip(names, values, strict=True) if n in chosen.ns_per}
+    constants = fit_constants(samples, names, finest)
+    return constants if finest == "name" else with_uncertainty(constants, samples, names)
 
 
 def judge(measurements: Mapping[str, Measurement], names: Sequence[str]) -> HeldOut | None:
     """Fit on the measurements that are not held out and compare with those that are; None where either is empty."""
-    train = samples_of(measurements.values(), held_out=False)
+    train = [m for m in measurements.values() if not m.held_out]
     test = [m for m in measurements.values() if m.held_out]
-    if not train or not test:
-        return None
-    constants = fit(train, names)
-    guess = np.array(
-        [sum(predicted_ns(constants, levels(m.variant, kind_of(m.spec)), m.features, names).values()) for m in test]
-    )
+    return judge_on(train, test, names) if train and test else None
+
+
+def judge_on(train: Sequence[Measurement], test: Sequence[Measurement], names: Sequence[str]) -> HeldOut:
+    """Fit on some measurements and compare with others.
+
+    Args:
+        train: at least one.
+        test: at least one.
+        names: of features.
+    """
+    guess, factor = predictions(train, test, names)
     truth = np.array([max(m.time_ns, 1.0) for m in test])
+    return report(guess, factor, truth, [m.spec for m in test], len(train))
+
+
+def predictions(
+    train: Sequence[Measurement], test: Sequence[Measurement], names: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Predicted nanoseconds by a fit on ``train``, and the logarithm of half the width of their 90% intervals."""
+    samples = samples_of(train)
+    predictor = Predictor(fit(samples, names), samples, names)
+    own = [levels(m.variant, kind_of(m.spec)) for m in test]
+    guess = [sum(predictor.items(o, m.features).values()) for o, m in zip(own, test, strict=True)]
+    return np.array(guess), np.array([predictor.log_error_90(o, m.features) for o, m in zip(own, test, strict=True)])
+
+
+def report(
+    guess: np.ndarray, log_error_90: np.ndarray, truth: np.ndarray, specs: Sequence[str], fitted_on: int
+) -> HeldOut:
+    """The errors of predictions.
+
+    Args:
+        guess: nanoseconds predicted, [kernels].
+        log_error_90: logarithm of half the width of their intervals, [kernels]; zeros where there are none.
+        truth: nanoseconds measured, [kernels].
+        specs: what the kernels compute.
+        fitted_on: number of kernels that the predictions were learnt from.
+    """
     error = np.abs(guess - truth) / truth
-    tau = float(kendalltau(guess, truth).statistic) if len(test) > 1 else 0.0
+    tau = float(kendalltau(guess, truth).statistic) if len(truth) > 1 else 0.0
+    known = log_error_90 > 0
+    covered = float((np.abs(np.log(guess / truth)) <= log_error_90)[known].mean()) if known.any() else 0.0
     return HeldOut(
-        kernels=len(test),
+        kernels=len(truth),
         median_error=round(float(np.median(error)), 4),
         p90_error=round(float(np.quantile(error, 0.9)), 4),
         within_10=round(float((error <= 0.1).mean()), 4),
         within_20=round(float((error <= 0.2).mean()), 4),
         tau=round(tau if np.isfinite(tau) else 0.0, 4),
-        tau_within_spec=round(_tau_within([m.spec for m in test], guess, truth), 4),
-        fitted_on=len(train),
+        tau_within_spec=round(_tau_within(specs, guess, truth), 4),
+        fitted_on=fitted_on,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        covered_90=round(covered, 4),
+        half_width_90=round(float(np.median(np.expm1(log_error_90[known]))), 4) if known.any() else 0.0,
     )
 
 

@@ -1,0 +1,149 @@
+"""What kernels like it deviated from the fit: a Gaussian process per family over the logarithm of measured over fitted.
+
+The features count what a kernel does. Two kernels with nearly the same counts are off by nearly the same factor, and no
+constant per unit can say so (how many groups a compute unit keeps at a time, what the compiler made of a loop).
+The process works in the logarithms of the features, each over its standard deviation within the family, with a
+Matérn kernel of smoothness 3/2: near a measured kernel the prediction follows it, far from all it is the fit's own.
+It gives each prediction an expected deviation too, which is small near what was measured and ``SIZE`` far from it.
+
+Everything follows from the measurements in a device model and is worked out when first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import exp, sqrt
+
+import numpy as np
+
+from costmodel.constants import Sample, family_of, levels, predicted_ns
+from costmodel.device import FamilyFit
+
+__all__ = ["FAR", "Deviations", "Predictor"]
+
+SIZE = 0.3
+"""Expected deviation (logarithm) far from all that was measured."""
+NUGGET = 0.06
+"""What no feature explains, even of a kernel that was measured beside it."""
+REACH = 2.5
+"""Distance over which deviations are alike, in standard deviations of the logarithms of the features."""
+FLOOR = 0.05
+"""Least standard deviation of a feature's logarithm: what hardly varied in the sample says far when it does."""
+OUTLIER = 2.0
+"""Standard deviations from its neighbours' word beyond which a sample counts as noisier than it said."""
+PASSES = 4
+LEAST = 8
+"""Fewer samples of a family than this tell nothing of each other."""
+MOST = 700
+"""Samples of one family that are used, evenly spread over all: work grows with the cube."""
+FAR = sqrt(SIZE**2 + NUGGET**2)
+
+
+class Deviations:
+    """Of one family.
+
+    Args:
+        values: features, [samples, features].
+        ratios: logarithm of measured over fitted, [samples].
+        noise: standard deviations of the measured logarithms, [samples].
+    """
+
+    def __init__(self, values: np.ndarray, ratios: np.ndarray, noise: np.ndarray) -> None:
+        logs = np.log1p(values)
+        self._mean = logs.mean(axis=0)
+        self._scale = sqrt(3.0) / REACH / (logs.std(axis=0) + FLOOR)
+        self._at = (logs - self._mean) * self._scale
+        self._squares = np.einsum("ij,ij->i", self._at, self._at)
+        alike = self._alike(values)
+        stated = NUGGET**2 + noise**2
+        variance = stated.copy()
+        for left in reversed(range(PASSES)):
+            self._inverse = np.linalg.inv(alike + np.diag(variance))
+            self._weights = self._inverse @ ratios
+            if left:  # by how much each sample is off from what the others say of it, in standard deviations
+                off = np.abs(self._weights) / np.sqrt(np.diag(self._inverse))
+                variance = stated * np.maximum(1.0, off / OUTLIER) ** 2
+
+    def _alike(self, values: np.ndarray) -> np.ndarray:
+        """Covariances with the samples, [kernels, samples]."""
+        at = (np.log1p(values) - self._mean) * self._scale
+        squares = np.einsum("ij,ij->i", at, at)
+        far = np.sqrt(np.maximum(squares[:, None] + self._squares - 2.0 * (at @ self._at.T), 0.0))
+        return SIZE**2 * (1.0 + far) * np.exp(-far)
+
+    def means(self, values: np.ndarray) -> np.ndarray:
+        """Logarithm of the factor by which these kernels are expected to deviate, [kernels]."""
+        return self._alike(values) @ self._weights
+
+    def mean(self, values: Sequence[float]) -> float:
+        """The same of one kernel; planners ask for many."""
+        at = (np.log1p(values) - self._mean) * self._scale
+        far = np.sqrt(np.maximum(self._squares - 2.0 * (self._at @ at) + at @ at, 0.0))
+        return SIZE**2 * float(((1.0 + far) * np.exp(-far)) @ self._weights)
+
+    def scales(self, values: np.ndarray) -> np.ndarray:
+        """Standard deviation expected of the logarithm of measured over predicted, [kernels]."""
+        alike = self._alike(values)
+        known = np.einsum("ij,jk,ik->i", alike, self._inverse, alike, optimize=True)
+        return np.sqrt(np.maximum(SIZE**2 - known, 0.0) + NUGGET**2)
+
+
+class Predictor:
+    """The fit, with what measured kernels deviated from it.
+
+    Args:
+        constants: fitted, by level.
+        samples: that they were fitted to.
+        names: of features, in the samples' order.
+    """
+
+    def __init__(self, constants: Mapping[str, FamilyFit], samples: Sequence[Sample], names: Sequence[str]) -> None:
+        self.constants, self._names = constants, tuple(names)
+        self._samples: dict[str, list[Sample]] = {}
+        for sample in samples:
+            self._samples.setdefault(family_of(sample.label), []).append(sample)
+        self._found: dict[str, Deviations | None] = {}
+        self._corrected = {name for name, one in constants.items() if one.corrected}
+
+    def items(self, own: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+        """Nanoseconds by feature; they add up to the prediction.
+
+        Args:
+            own: the kernel's levels.
+            values: its features.
+        """
+        parts = predicted_ns(self.constants, own, values, self._names)
+        if own[-1] in self._corrected:
+            near = self.deviations(own[-1])
+            if near is not None:
+                factor = exp(near.mean(values))
+                return {name: ns * factor for name, ns in parts.items()}
+        return parts
+
+    def log_error_90(self, own: Sequence[str], values: Sequence[float]) -> float:
+        """The time is within ``exp`` of this of the prediction, either way, nine times out of ten; 0: not known."""
+        spread = next((self.constants[k].spread_90 for k in (*own, "all") if k in self.constants), 0.0)
+        near = self.deviations(own[-1]) if spread else None
+        return spread * (float(near.scales(np.array([values]))[0]) if near is not None else FAR)
+
+    def deviations(self, family: str) -> Deviations | None:
+        """Of a family's samples from the fit; None where there are too few."""
+        if family not in self._found:
+            self._found[family] = self._deviations(self._samples.get(family, ()))
+        return self._found[family]
+
+    def _deviations(self, samples: Sequence[Sample]) -> Deviations | None:
+        if len(samples) < LEAST or "all" not in self.constants:
+            return None
+        ordered = sorted(samples, key=lambda s: (s.label, s.kind, s.ns, s.features))
+        if len(ordered) > MOST:
+            ordered = [ordered[i * len(ordered) // MOST] for i in range(MOST)]
+        fitted = [
+            sum(predicted_ns(self.constants, levels(s.label, s.kind), s.features, self._names).values())
+            for s in ordered
+        ]
+        return Deviations(
+            np.array([s.features for s in ordered], dtype=np.float64),
+            np.log(np.array([s.ns for s in ordered]) / np.array(fitted)),
+            np.array([s.noise for s in ordered]),
+        )
