@@ -347,11 +347,13 @@ def describe_held_out(report: HeldOut | None) -> str:
     """One line for people."""
     if report is None:
         return "held-out error: none (too few kernels were measured to hold any out)"
+    known = report.covered_90 > 0
+    width = f"; {report.covered_90:.0%} within their 90% interval (the median one: +{report.half_width_90:.0%})"
     return (
         f"held-out error on {report.kernels} kernels (fitted on {report.fitted_on} others): median "
         f"{report.median_error:.0%}, 90th percentile {report.p90_error:.0%}, within 10%: {report.within_10:.0%}, "
         f"within 20%: {report.within_20:.0%}, Kendall tau {report.tau:.2f}, among kernels of one operation "
-        f"{report.tau_within_spec:.2f}"
+        f"{report.tau_within_spec:.2f}{width if known else ''}"
     )
 
 
