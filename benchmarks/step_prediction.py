@@ -1,0 +1,293 @@
+"""Whole steps, predicted over measured: zoo models, each by the plans of several strategies.
+
+    python benchmarks/step_prediction.py [MODEL …] [--device SEL] [--calibration S] [--device-model FILE]
+                                         [--strategies ilp,greedy,…] [--json OUT] [--smoke]
+
+Models are written as in ``benchmarks/reduced.py`` (its list by default). For each the device is calibrated for its
+graph, plans are made, and their steps run in turn, another one first in each round: the host's clock, from the call to
+the loss read back, the mean of the quickest quarter (a calibration, too, goes by its quiet rounds). Beside the
+prediction (``layoutopt/stepcost.py``) stand its parts and what they were: the kernels' events within the step, and what
+the step takes beyond them.
+
+A calibration is a promise about the device as it was. Kernels that it measured are therefore timed again, in the same
+way, before and after the steps: ``speed`` is the median of their times now over then, and ``steady`` the ratio with the
+prediction taken times that. With ``--device-model`` nothing is calibrated. ``--smoke`` runs a tiny model untimed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reduced import DEFAULT, reduced_graph
+from layoutopt.checkpoint import initial_values
+from layoutopt.errors import LayoutOptError
+from layoutopt.example import example_inputs
+from layoutopt.facade import solve_all
+from layoutopt.files import check_target, write_atomic
+from layoutopt.graph import TrainingGraph
+from layoutopt.plan import Plan
+from layoutopt.stepcost import planned_s, predict_step
+
+STRATEGIES = "ilp,greedy,rowmajor,ideal"
+AGAIN = 24
+"""Kernels that are timed again to see how fast the device is."""
+AGAIN_ROUNDS = 8
+TOLERANCE = 0.1
+
+
+# ---- what is concluded ----------------------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Median and greatest error, and the share within 10%, of the ratios as they are and at the calibration's speed."""
+    out: dict[str, Any] = {"steps": len(rows)}
+    for key in ("ratio", "steady_ratio"):
+        errors = [abs(row[key] - 1) for row in rows]
+        out[key] = {
+            "median_error": median(errors),
+            "greatest_error": max(errors),
+            "within_10": sum(e <= TOLERANCE for e in errors) / len(errors),
+        }
+    return out
+
+
+def quiet(seconds: Sequence[float]) -> float:
+    """Of a step: the mean of the quickest quarter, which other work on the machine disturbed least."""
+    ordered = sorted(seconds)
+    return fmean(ordered[: max(len(ordered) // 4, 1)])
+
+
+def groups_of(sizes_bytes: dict[str, int], most_bytes: int) -> Iterator[list[str]]:
+    """Names whose sizes fit into memory together, in order; one that does not fit is by itself."""
+    own: list[str] = []
+    for name, size in sizes_bytes.items():
+        if own and sum(sizes_bytes[n] for n in own) + size > most_bytes:
+            yield own
+            own = []
+        own.append(name)
+    if own:
+        yield own
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+class Speed:
+    """How fast the device is now: kernels that a calibration measured, timed again as it timed them.
+
+    Args:
+        runtime: the device.
+        graph: that it was calibrated for.
+        plans: whose kernels are taken, those first that take most of a step.
+        model: the calibration.
+    """
+
+    def __init__(self, runtime: Any, graph: TrainingGraph, plans: dict[str, Plan], model: Any) -> None:
+        from costmodel.calibrate import arena_bytes
+        from costmodel.runner import Bench
+        from kernels.bind import bind
+        from layoutopt.rewrites import alternatives
+
+        taken: dict[str, tuple[float, Any]] = {}
+        for plan in plans.values():
+            for step in bind(graph, plan, runtime.limits):
+                key = step.kernel.key
+                if key in model.measurements:
+                    before = taken.get(key, (0.0, None))[0]
+                    taken[key] = before + model.measurements[key].time_ns, step.kernel
+        ranked = sorted(taken.items(), key=lambda item: -item[1][0])
+        self._then = model.measurements
+        self._bench = Bench(runtime, arena_bytes=arena_bytes(alternatives(graph)))
+        kernels = {key: kernel for key, (_, kernel) in ranked if self._bench.fits(kernel)}
+        chosen = dict(list(kernels.items())[:AGAIN])
+        self._bench.build(list(chosen.values()))
+        self._prepared = {key: self._bench.prepare(kernel) for key, kernel in chosen.items()}
+
+    def ratios(self) -> dict[str, float]:
+        """Time now over time then, by kernel key."""
+        rounds = [self._bench.round(self._prepared, backwards=n % 2 == 1) for n in range(AGAIN_ROUNDS)]
+        return {key: quiet([times[key] for times in rounds]) / self._then[key].time_ns for key in self._prepared}
+
+    def close(self) -> None:
+        """Let go of the device's memory."""
+        self._prepared.clear()
+        self._bench.close()
+
+
+def run_steps(
+    runtime: Any, graph: TrainingGraph, plans: dict[str, Plan], rounds: int, budget_s: float
+) -> dict[str, dict[str, Any]]:
+    """Steps of the plans in turn: seconds, seconds of their kernels by events, launches."""
+    from kernels.execute import Executor
+
+    inputs, values = example_inputs(graph), initial_values(graph, 0)
+    executors = {name: Executor(runtime, graph, plan, dict(values)) for name, plan in plans.items()}
+    found: dict[str, dict[str, Any]] = {
+        name: {"seconds": [], "kernels_s": [], "launches": e.launches} for name, e in executors.items()
+    }
+    names, began = list(plans), time.monotonic()
+    for number in range(-1, rounds):
+        turn = max(number, 0) % len(names)
+        for name in names[turn:] + names[:turn]:
+            executor = executors[name]
+            begin = time.perf_counter()
+            executor.step(inputs)
+            executor.loss()
+            if number >= 0:  # the first makes caches ready
+                found[name]["seconds"].append(time.perf_counter() - begin)
+        if number >= 2 and time.monotonic() - began > budget_s:
+            break
+    for name, executor in executors.items():
+        for _ in range(min(12, rounds)):
+            launched = executor.launch_times(inputs)
+            found[name]["kernels_s"].append(1e-9 * sum(end - start for own in launched for start, end in own))
+        executor.close()
+    return found
+
+
+def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    from costmodel.device import load
+    from layoutopt.models import uncalibrated
+    from layoutopt.tuning import calibrate_for
+
+    graph = reduced_graph(name)
+    if args.smoke:
+        model = uncalibrated(runtime)
+    elif args.device_model:
+        model = load(args.device_model)
+    else:
+        model = calibrate_for(runtime, [graph], budget_s=args.calibration)
+    plans = solve_all(graph, model, args.strategies.split(","), time_limit_s=30.0)
+    speed = Speed(runtime, graph, plans, model)
+    ratios = [speed.ratios()]
+    found: dict[str, dict[str, Any]] = {}
+    sizes = {strategy: plan.arena_bytes for strategy, plan in plans.items()}
+    for own in groups_of(sizes, int(args.memory * 2**30)):
+        found |= run_steps(runtime, graph, {n: plans[n] for n in own}, args.rounds, args.budget / len(plans) * len(own))
+    ratios.append(speed.ratios())
+    speed.close()
+    now = median([r for own in ratios for r in own.values()]) if ratios[0] else 1.0
+    rows = []
+    for strategy, plan in plans.items():
+        cost, measured = predict_step(plan, graph, model), found[strategy]
+        seconds, kernels_s = quiet(measured["seconds"]), quiet(measured["kernels_s"])
+        items = [*plan.ops, *plan.relayouts]
+        rows.append(
+            {
+                "model": name,
+                "strategy": strategy,
+                "predicted_s": cost.step_s,
+                "predicted": {k: getattr(cost, k) for k in ("kernels_s", "gaps_s", "host_s", "stolen_s", "wait_s")},
+                "objective_s": planned_s(plan),
+                "priced_by_measurement": sum(i.cost.total_ns for i in items if i.cost.measured)
+                * 1e-9
+                / planned_s(plan),
+                "quiet_s": seconds,
+                "median_s": median(measured["seconds"]),
+                "quartiles_s": [float(q) for q in np.quantile(measured["seconds"], [0.25, 0.75])],
+                "rounds": len(measured["seconds"]),
+                "kernels_s": kernels_s,
+                "launches": measured["launches"],
+                "ratio": cost.step_s / seconds,
+                "speed": now,
+                "steady_ratio": cost.step_s * now / seconds,
+                "kernels_ratio": cost.kernels_s * now / kernels_s,
+                "arena_bytes": plan.arena_bytes,
+            }
+        )
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line of the table."""
+    beyond, predicted = row["quiet_s"] - row["kernels_s"], row["predicted"]
+    print(
+        f"{row['model']:22}{row['strategy']:10}{row['predicted_s'] * 1e3:11.2f}{row['quiet_s'] * 1e3:11.2f}"
+        f"{row['ratio']:8.3f}{row['speed']:8.3f}{row['steady_ratio']:8.3f}{row['kernels_ratio']:9.3f}"
+        f"{beyond / row['launches'] * 1e6:9.2f}"
+        f"{(row['predicted_s'] - predicted['kernels_s']) / row['launches'] * 1e6:9.2f}"
+        f"{row['launches']:7}{row['priced_by_measurement']:7.0%}",
+        flush=True,
+    )
+
+
+HEAD = (
+    f"{'model':22}{'strategy':10}{'predicted':>11}{'measured':>11}{'ratio':>8}{'speed':>8}{'steady':>8}{'kernels':>9}"
+    f"{'us each':>9}{'pred.':>9}{'launch':>7}{'known':>7}\n"
+    "steps in ms; kernels: their predicted over measured sum, at the speed of now; us each: what a step takes beyond\n"
+    "its kernels by launch, measured and predicted; known: share of the objective that is measured kernels"
+)
+
+
+def main() -> int:
+    """Calibrate, plan, run, print; write the record."""
+    from kernels.runtime import Runtime, pick
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=list(DEFAULT))
+    parser.add_argument("--device")
+    parser.add_argument("--device-model", help="a calibration of the device, rather than one made now for each model")
+    parser.add_argument("--calibration", type=float, default=100.0, help="seconds, for each model")
+    parser.add_argument("--strategies", default=STRATEGIES)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds of steps, for each model")
+    parser.add_argument("--memory", type=float, default=6.0, help="GiB of plans at a time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    if args.smoke:
+        args.models, args.strategies, args.rounds = ["bert-tiny/1@2x5"], "greedy,rowmajor", 3
+    began, load = time.monotonic(), [os.getloadavg()[0]]
+    rows: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    try:
+        if args.json:
+            check_target(args.json)
+        runtime = Runtime(pick(args.device))
+    except LayoutOptError as error:
+        print(f"step_prediction: {error}", file=sys.stderr)
+        return 2
+    print(f"{runtime.info.label}\n{HEAD}", flush=True)
+    for name in args.models:
+        try:
+            rows += study(args, runtime, name)
+        except LayoutOptError as error:
+            failed[name] = str(error)
+            print(f"{name:22}{error}", flush=True)
+            continue
+        for row in rows[-len(args.strategies.split(",")) :]:
+            show(row)
+    if not rows:
+        return 2
+    found = summary(rows)
+    for key, what in (("ratio", "as calibrated"), ("steady_ratio", "at the speed of now")):
+        own = found[key]
+        print(
+            f"{what}: median error {own['median_error']:.1%}, greatest {own['greatest_error']:.1%}, "
+            f"{own['within_10']:.0%} of {found['steps']} steps within 10%"
+        )
+    if args.json:
+        load.append(os.getloadavg()[0])
+        about = {"benchmark": "step_prediction", "device": runtime.info.label, "driver": runtime.info.driver}
+        about |= {"load_average": load, "cores": os.cpu_count(), "python": platform.python_version()}
+        about |= {"calibration_s": args.calibration, "seconds": time.monotonic() - began}
+        write_atomic(
+            args.json, json.dumps({**about, "summary": found, "failed": failed, "rows": rows}, indent=1) + "\n"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
