@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from costmodel.budget import Budget, budget_seconds
+from costmodel.constants import fit_constants
 from costmodel.device import DeviceModel, Fact, FamilyFit, HeldOut
 from costmodel.drift import anchor_kernels
 from costmodel.facts import chase_seconds, measured_facts
@@ -67,6 +68,8 @@ FINISH = 5.0
 TRIED = 60
 """It is tried with so many kernels."""
 FINISH_MARGIN = 1.2
+SHARE_WHOLE_FIT = 0.1
+"""A question to the planner is asked with the whole fit where that takes at most this share of the time left."""
 
 Progress = Callable[[str, float], None]
 Chooser = Callable[[DeviceModel, float], Sequence[Kernel]]
@@ -192,7 +195,11 @@ class Calibration:
 
     def left_s(self) -> float:
         """Seconds left to measure in: the fit and its judge at the end take some."""
-        return self._budget.left_s - FINISH_MARGIN * self._finish * self._fit_s
+        return self._budget.left_s - self._finish_s
+
+    @property
+    def _finish_s(self) -> float:
+        return FINISH_MARGIN * self._finish * self._fit_s
 
     def sample(self, pool: Pool, later: float = 0.0, last: float = SHARE_LAST) -> None:
         """Measure kernels of the pool, those with most at stake first, leaving some of the budget.
@@ -277,7 +284,9 @@ class Calibration:
     def _so_far(self) -> DeviceModel:
         """The model as it is, for a question: nobody asks it for its error."""
         records = self._session.records()
-        constants = fit(samples_of(records.values()), FEATURES)
+        whole = self._finish_s <= SHARE_WHOLE_FIT * self.left_s()
+        samples = samples_of(records.values())
+        constants = fit(samples, FEATURES) if whole else fit_constants(samples, FEATURES)
         return replace(self._model, measurements=records, constants=constants)
 
     def _fit(self) -> None:
@@ -286,6 +295,7 @@ class Calibration:
         self._constants = fit(samples_of(records.values(), held_out=False), FEATURES, finest="name")
         self._fit_s = self._budget.spent_s - begin
         if not self._tried and len(records) >= TRIED and self._fit_s:
+            self.model()  # the first time more is loaded than numbers
             begin = self._budget.spent_s
             self.model()
             self._finish, self._tried = (self._budget.spent_s - begin) / self._fit_s, True

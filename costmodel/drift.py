@@ -135,15 +135,18 @@ def _followed(rounds: Sequence[Round], moved: np.ndarray) -> np.ndarray:
 def _smoothed(values: Sequence[float], sessions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Running medians within each session, and their standard errors by the scatter in the window."""
     x, at = np.asarray(values, dtype=np.float64), np.asarray(sessions)
-    smooth, error = np.empty_like(x), np.empty_like(x)
-    for i in range(len(x)):
-        own = np.flatnonzero(at == at[i])
-        place = int(np.searchsorted(own, i))
-        begin = min(max(place - WINDOW // 2, 0), max(len(own) - WINDOW, 0))  # at the ends the window is whole too
-        near = x[own[begin : begin + WINDOW]]
-        smooth[i] = np.median(near)
-        scatter = 1.4826 * float(np.median(np.abs(near - smooth[i])))
-        error[i] = 1.2533 * scatter / np.sqrt(len(near)) if len(near) > WINDOW // 2 else np.inf
+    smooth, error = np.empty_like(x), np.full_like(x, np.inf)
+    for session in sorted(set(sessions)):
+        own = np.flatnonzero(at == session)
+        size = min(WINDOW, len(own))
+        near = np.lib.stride_tricks.sliding_window_view(x[own], size)
+        middle = np.median(near, axis=1)
+        scatter = 1.4826 * np.median(np.abs(near - middle[:, None]), axis=1)
+        # At the ends the window is whole too.
+        place = np.clip(np.arange(len(own)) - WINDOW // 2, 0, len(near) - 1)
+        smooth[own] = middle[place]
+        if size > WINDOW // 2:
+            error[own] = 1.2533 / np.sqrt(size) * scatter[place]
     return smooth, error
 
 

@@ -38,7 +38,7 @@ SOLVE_S = 10.0
 LEAST_ASKING_S = 30.0
 """Below this budget the planner is not asked: planning alone would take longer than what is left."""
 
-SHARE_ASKING = 0.5
+SHARE_ASKING = 0.6
 """Share of the time left that one question may take: what it names has to be measured."""
 
 CLOSE = 1.25

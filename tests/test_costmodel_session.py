@@ -25,6 +25,14 @@ from layoutopt.errors import DeviceError
 MODEL = replace(device.load("generic-cpu"), features=FEATURES)
 
 
+@pytest.fixture(autouse=True)
+def _no_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time and repetitions do not depend on what is learnt from them, which takes a while."""
+    monkeypatch.setattr("costmodel.calibrate.fit", lambda samples, names, finest="label": {})
+    monkeypatch.setattr("costmodel.calibrate.fit_constants", lambda samples, names: {})
+    monkeypatch.setattr("costmodel.calibrate.judge", lambda records, names: None)
+
+
 class Clock:
     """Seconds that pass when somebody says so."""
 
@@ -245,7 +253,7 @@ def test_rounds_stay_interleaved_with_anchors_in_every_segment(pool: Pool):
 
 
 def test_what_the_device_refuses_is_told_and_not_asked_for_again(pool: Pool):
-    label = pool._all[0].kernel.variant.name
+    label = Pool(pool._all, 0).choose({}, CostModel(MODEL), 1)[0].kernel.variant.name
     made = Device(Clock(), refused=label)
     session, model, _ = whole(made, pool, 30.0)
     assert session.refused

@@ -113,17 +113,17 @@ def test_a_graph_whose_plans_are_measured_waits_for_the_others(monkeypatch: pyte
 
 
 def test_no_question_outlasts_its_time():
-    # Every look at the clock takes a second; the question may take half of the time left.
+    # Every look at the clock takes a second; the question may take three fifths of the time left.
     clock = Ticking(1.0)
     assert Planner([small_graph()], clock)(MODEL, 4.0) == [], "there was no time to price the graph"
     assert clock.now_s <= 6
     clock = Ticking(1.0)
     few = Planner([small_graph()] * 6, clock)
     assert few(MODEL, 60.0)
-    assert clock.now_s <= 40
+    assert clock.now_s <= 46
     took = clock.now_s
     assert few(MODEL, 4.0) == [], "a graph that took longer before is not begun"
-    assert clock.now_s - took <= 12
+    assert clock.now_s - took <= 14
 
 
 def test_a_strategy_at_a_dead_end_asks_for_nothing(monkeypatch: pytest.MonkeyPatch):
