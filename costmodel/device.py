@@ -117,6 +117,7 @@ class Measurement:
         ns: the median of those from rounds in which the device was not busy with something else; 0: of all of them.
         features: values in the order of ``DeviceModel.features``.
         held_out: kept away from the fit that ``DeviceModel.held_out`` judges.
+        layouts: of its operands, for people; empty in older files.
     """
 
     variant: str
@@ -125,6 +126,7 @@ class Measurement:
     features: tuple[float, ...]
     held_out: bool = False
     ns: int = 0
+    layouts: str = ""
 
     @property
     def time_ns(self) -> float:
@@ -235,6 +237,8 @@ class DeviceModel:
         _drop_unset(content["limits"], ("image_max_buffer_texels",))
         for fitted in content["constants"].values():
             _drop_unset(fitted, ("spread_90", "corrected"))
+        for taken in content["measurements"].values():
+            _drop_unset(taken, ("layouts",))
         _drop_unset(content["held_out"] or {}, ("covered_90", "half_width_90"))
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
@@ -271,6 +275,7 @@ def dumps(model: DeviceModel) -> str:
             f"[measurements.{key}]\nvariant = {_quoted(m['variant'])}\nspec = {_quoted(m['spec'])}\n"
             f"rounds_ns = {list(m['rounds_ns'])}\nfeatures = {list(m['features'])}\n"
             f"held_out = {str(m['held_out']).lower()}\nns = {m['ns']}\n"
+            + (f"layouts = {_quoted(m['layouts'])}\n" if m["layouts"] else "")
         )
     return "\n".join(lines)
 

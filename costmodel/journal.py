@@ -43,11 +43,12 @@ SYNC_S = 1.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A measured kernel, as a model files it: variant label, what it computes, features."""
+    """A measured kernel, as a model files it: variant label, what it computes, features, its operands' layouts."""
 
     variant: str
     spec: str
     features: tuple[float, ...]
+    layouts: str = ""
 
 
 @dataclass
@@ -143,7 +144,8 @@ class Journal:
         """A kernel that was tried will be timed."""
         if key not in self._numbers:
             self._numbers[key] = len(self._numbers)
-            self._append({"kernel": key, "variant": entry.variant, "spec": entry.spec, "features": entry.features})
+            said = {"variant": entry.variant, "spec": entry.spec, "features": entry.features, "layouts": entry.layouts}
+            self._append({"kernel": key} | said)
 
     def refused(self, message: str) -> None:
         """The device refused a kernel that was tried."""
@@ -247,7 +249,10 @@ def _take(kept: Kept, line: dict[str, Any]) -> None:
         kept.rounds.append(Round(spent_s, times, anchors, int(line["session"])))
     elif "kernel" in line:
         kept.entries[str(line["kernel"])] = Entry(
-            str(line["variant"]), str(line["spec"]), tuple(float(v) for v in line["features"])
+            str(line["variant"]),
+            str(line["spec"]),
+            tuple(float(v) for v in line["features"]),
+            str(line.get("layouts", "")),
         )
     elif "facts" in line:
         kept.facts = loads(line["facts"], "the journal's model")

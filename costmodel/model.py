@@ -21,7 +21,7 @@ from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, features
 from costmodel.uncertainty import median_interval
 from kernels.spec import DeviceLimits, Kernel, OpSpec
 
-__all__ = ["CostModel", "kernel_kind", "spec_text"]
+__all__ = ["CostModel", "kernel_kind", "layouts_text", "spec_text"]
 
 
 @lru_cache(maxsize=1 << 12)
@@ -37,6 +37,11 @@ def spec_text(spec: OpSpec) -> str:
     if program is not None and kind != "relayout":
         kind += " " + ",".join(op for op, *_ in program.code)
     return f"{kind} {' '.join(shapes[: spec.inputs])} -> {' '.join(shapes[spec.inputs :])}"
+
+
+def layouts_text(kernel: Kernel) -> str:
+    """The layouts of a kernel's operands, for people and files."""
+    return " ".join(layout.describe() for layout in kernel.layouts)
 
 
 def kernel_kind(spec: OpSpec) -> str:

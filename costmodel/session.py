@@ -15,7 +15,7 @@ from typing import Protocol
 from costmodel.device import Measurement, Probe
 from costmodel.drift import Drift, drift_of
 from costmodel.journal import Entry, Journal, Kept
-from costmodel.model import spec_text
+from costmodel.model import layouts_text, spec_text
 from costmodel.pool import Candidate
 from costmodel.rounds import CONFIDENCE, LEAST_ROUNDS, Round, Settled, settle
 from costmodel.runner import Prepared
@@ -32,6 +32,8 @@ TOGETHER = 10
 """Kernels compiled as one program: the compiler starts once, and time is looked at in between."""
 MOST_ROUNDS = 40
 """A kernel that is not tight after so many repetitions will not be."""
+MOST_AT_ONCE = 4
+"""Rounds between two looks at which kernels need more."""
 SEGMENT = {"cpu": 40, "gpu": 256}
 """Kernels of a round that is judged as one: a burst of other work is over before the next."""
 
@@ -155,7 +157,8 @@ class Session:
                 self._refuse(str(error))
                 continue
             counts = tuple(float(f"{v:.8g}") for v in candidate.features)
-            self.entries[kernel.key] = entry = Entry(kernel.variant.label, spec_text(kernel.spec), counts)
+            entry = Entry(kernel.variant.label, spec_text(kernel.spec), counts, layouts_text(kernel))
+            self.entries[kernel.key] = entry
             if self._journal:
                 self._journal.kernel(kernel.key, entry)
         if self._journal:
@@ -177,23 +180,32 @@ class Session:
     # ---- timing ---------------------------------------------------------------------------------------------------
 
     def again(self, left_s: float) -> bool:
-        """One more round over the kernels that need one, as many as there is time for; whether there was any.
+        """More rounds over the kernels that need them, as many as there is time for; whether there was any.
 
-        Those with the fewest repetitions come first.
+        Those with the fewest repetitions come first. Judging which need more takes no longer than timing them: quick
+        rounds are repeated before it is asked again.
         """
-        keys = self.loose()
-        if not keys:
-            return False
+        begin = self._clock()
+        chosen = self._next(left_s)
+        judged = self._clock()
+        for number in range(MOST_AT_ONCE if chosen else 0):
+            taken = self._clock() - judged
+            if number and taken > min(judged - begin, (left_s - (judged - begin)) * number / (number + 1) / MARGIN):
+                break
+            self._round(chosen)
+        return bool(chosen)
+
+    def _next(self, left_s: float) -> list[str]:
+        """Kernels of the next round, in the order they were prepared."""
         counts = {key: s.repetitions for key, s in self.settled().items()}
-        chosen: list[str] = []
+        chosen: set[str] = set()
         seconds = self._round_s
-        for key in sorted(keys, key=lambda k: counts.get(k, 0)):
+        for key in sorted(self.loose(), key=lambda k: counts.get(k, 0)):
             seconds += self._kernel_s(key)
             if MARGIN * seconds > left_s:
                 break
-            chosen.append(key)
-        self._round([key for key in self._prepared if key in set(chosen)])  # in the order they were prepared
-        return bool(chosen)
+            chosen.add(key)
+        return [key for key in self._prepared if key in chosen]
 
     def _round(self, keys: Sequence[str]) -> None:
         """Time kernels once, in segments with anchors in each; every second round runs backwards."""
@@ -313,6 +325,7 @@ class Session:
                 features=entry.features,
                 held_out=is_held_out(key, self._seed),
                 ns=settled[key].ns,
+                layouts=entry.layouts,
             )
             for key, entry in sorted(self.entries.items())
             if key in times

@@ -192,7 +192,7 @@ def within_step(executor: Executor, model: DeviceModel, steps: int = STEPS) -> d
     """
     from costmodel.device import Measurement
     from costmodel.features import features
-    from costmodel.model import CostModel, spec_text
+    from costmodel.model import CostModel, layouts_text, spec_text
 
     inputs, shared = example_inputs(executor.graph), executor.shared
     executor.launch_times(inputs)
@@ -214,6 +214,7 @@ def within_step(executor: Executor, model: DeviceModel, steps: int = STEPS) -> d
             rounds_ns=tuple(own),
             features=tuple(float(f"{v:.8g}") for v in features(bound[key].kernel, machine)),
             ns=int(median(own)),
+            layouts=layouts_text(bound[key].kernel),
         )
         for key, own in taken.items()
     }
