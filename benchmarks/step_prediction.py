@@ -10,7 +10,7 @@ prediction (``layoutopt/stepcost.py``) stand its parts and what they were: the k
 the step takes beyond them.
 
 A calibration is a promise about the device as it was. Kernels that it measured are therefore timed again, in the same
-way, before and after the steps: ``speed`` is the median of their times now over then, and ``steady`` the ratio with the
+way, in every round of steps: ``speed`` is the median of their times now over then, and ``steady`` the ratio with the
 prediction taken times that. With ``--device-model`` nothing is calibrated. ``--smoke`` runs a tiny model untimed.
 """
 
@@ -41,8 +41,9 @@ from layoutopt.stepcost import planned_s, predict_step
 
 STRATEGIES = "ilp,greedy,rowmajor,ideal"
 AGAIN = 24
-"""Kernels that are timed again to see how fast the device is."""
-AGAIN_ROUNDS = 8
+"""Kernels that are timed again to see how fast the device is, at most; together they take no more than a step."""
+EVENTS = 3
+"""Launches are timed one by one in every third round."""
 TOLERANCE = 0.1
 
 
@@ -106,18 +107,27 @@ class Speed:
                 if key in model.measurements:
                     before = taken.get(key, (0.0, None))[0]
                     taken[key] = before + model.measurements[key].time_ns, step.kernel
-        ranked = sorted(taken.items(), key=lambda item: -item[1][0])
+        ranked = [key for key, _ in sorted(taken.items(), key=lambda item: -item[1][0])]
         self._then = model.measurements
         self._bench = Bench(runtime, arena_bytes=arena_bytes(alternatives(graph)))
-        kernels = {key: kernel for key, (_, kernel) in ranked if self._bench.fits(kernel)}
-        chosen = dict(list(kernels.items())[:AGAIN])
+        chosen: dict[str, Any] = {}
+        left_ns = min((planned_s(plan) for plan in plans.values()), default=0.0) * 1e9
+        for key in ranked:
+            if len(chosen) < AGAIN and self._then[key].time_ns <= left_ns and self._bench.fits(taken[key][1]):
+                left_ns -= self._then[key].time_ns
+                chosen[key] = taken[key][1]
         self._bench.build(list(chosen.values()))
         self._prepared = {key: self._bench.prepare(kernel) for key, kernel in chosen.items()}
+        self._rounds: list[dict[str, int]] = []
 
-    def ratios(self) -> dict[str, float]:
-        """Time now over time then, by kernel key."""
-        rounds = [self._bench.round(self._prepared, backwards=n % 2 == 1) for n in range(AGAIN_ROUNDS)]
-        return {key: quiet([times[key] for times in rounds]) / self._then[key].time_ns for key in self._prepared}
+    def round(self) -> None:
+        """Time them once."""
+        self._rounds.append(self._bench.round(self._prepared, backwards=len(self._rounds) % 2 == 1))
+
+    def ratio(self) -> float:
+        """Time now over time then: the median over kernels; 1 where there are none."""
+        own = [quiet([t[key] for t in self._rounds]) / self._then[key].time_ns for key in self._prepared]
+        return median(own) if own else 1.0
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -126,7 +136,7 @@ class Speed:
 
 
 def run_steps(
-    runtime: Any, graph: TrainingGraph, plans: dict[str, Plan], rounds: int, budget_s: float
+    runtime: Any, graph: TrainingGraph, plans: dict[str, Plan], speed: Speed, rounds: int, budget_s: float
 ) -> dict[str, dict[str, Any]]:
     """Steps of the plans in turn: seconds, seconds of their kernels by events, launches."""
     from kernels.execute import Executor
@@ -146,12 +156,13 @@ def run_steps(
             executor.loss()
             if number >= 0:  # the first makes caches ready
                 found[name]["seconds"].append(time.perf_counter() - begin)
+            if number >= 0 and number % EVENTS == 0:
+                launched = executor.launch_times(inputs)
+                found[name]["kernels_s"].append(1e-9 * sum(end - start for own in launched for start, end in own))
+        speed.round()
         if number >= 2 and time.monotonic() - began > budget_s:
             break
-    for name, executor in executors.items():
-        for _ in range(min(12, rounds)):
-            launched = executor.launch_times(inputs)
-            found[name]["kernels_s"].append(1e-9 * sum(end - start for own in launched for start, end in own))
+    for executor in executors.values():
         executor.close()
     return found
 
@@ -171,14 +182,13 @@ def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, A
         model = calibrate_for(runtime, [graph], budget_s=args.calibration)
     plans = solve_all(graph, model, args.strategies.split(","), time_limit_s=30.0)
     speed = Speed(runtime, graph, plans, model)
-    ratios = [speed.ratios()]
     found: dict[str, dict[str, Any]] = {}
     sizes = {strategy: plan.arena_bytes for strategy, plan in plans.items()}
     for own in groups_of(sizes, int(args.memory * 2**30)):
-        found |= run_steps(runtime, graph, {n: plans[n] for n in own}, args.rounds, args.budget / len(plans) * len(own))
-    ratios.append(speed.ratios())
+        share_s = args.budget / len(plans) * len(own)
+        found |= run_steps(runtime, graph, {n: plans[n] for n in own}, speed, args.rounds, share_s)
+    now = speed.ratio()
     speed.close()
-    now = median([r for own in ratios for r in own.values()]) if ratios[0] else 1.0
     rows = []
     for strategy, plan in plans.items():
         cost, measured = predict_step(plan, graph, model), found[strategy]
