@@ -20,6 +20,7 @@ import numpy as np
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.example import example_inputs
+from layoutopt.stepcost import predict_step
 from layoutopt.workload import op_flops
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class Profile:
         host_s: median time until a step is enqueued.
         arena_bytes: device memory.
         alive_bytes: of the arena, by position in the plan, what holds values that are still needed.
+        predicted_s: of a whole step, from the costs that the plan states (``layoutopt/stepcost.py``).
     """
 
     graph: str
@@ -128,6 +130,7 @@ class Profile:
     host_s: float
     arena_bytes: int
     alive_bytes: tuple[int, ...]
+    predicted_s: float
 
     @property
     def step_s(self) -> float:
@@ -158,12 +161,12 @@ def profile(
     Args:
         executor: of the step; its parameters are updated.
         inputs: of every step.
-        model: whose rates the roofline is made of.
+        model: whose rates the roofline is made of, and what a launch takes.
         rounds: at least 1; one more goes before them and is not counted.
         progress: called with (rounds done, rounds).
 
     Raises:
-        DeviceError: the model states no peak rate or bandwidth.
+        DeviceError: the model states no peak rate, bandwidth or time of a launch.
     """
     peak, bandwidth = model.number("flops_per_s"), model.number("memory_bytes_per_s")
     whole, enqueued, events = [], [], []
@@ -213,6 +216,7 @@ def profile(
         median(enqueued),
         plan.arena_bytes,
         _alive(executor),
+        predict_step(plan, executor.graph, replace(model, limits=executor.limits)).step_s,
     )
 
 
@@ -416,7 +420,7 @@ def print_profile(found: Profile, top: int) -> None:
     out(
         f"whole step {found.step_s * 1e3:.3f} ms ({low * 1e3:.3f}–{high * 1e3:.3f}), kernels "
         f"{found.kernels_s * 1e3:.3f} ms in {len(found.launches)} launches, gap {found.gap_s * 1e3:.3f} ms; "
-        f"the host is done after {found.host_s * 1e3:.3f} ms"
+        f"the host is done after {found.host_s * 1e3:.3f} ms; predicted {found.predicted_s * 1e3:.3f} ms"
     )
     for name, key in _BY.items():
         groups = grouped(found.launches, key)

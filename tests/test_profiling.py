@@ -43,7 +43,7 @@ def made_up() -> Profile:
         launch(1, "backward", 3e-6, 7e-6, label="op1"),
         launch(1, "backward", 6e-6, 8e-6, label="op1"),
     )
-    return Profile("toy", "a device", "ilp", 1e9, 1e10, launches, (9e-6, 12e-6, 10e-6), 1e-6, 4096, (100, 300))
+    return Profile("toy", "a device", "ilp", 1e9, 1e10, launches, (9e-6, 12e-6, 10e-6), 1e-6, 4096, (100, 300), 8e-6)
 
 
 # ---- the trace ------------------------------------------------------------------------------------------------------
@@ -121,6 +121,7 @@ def test_groups_add_up_and_come_longest_first(capsys) -> None:
     printed = capsys.readouterr().out
     assert "whole step 0.010 ms" in printed
     assert "gap 0.002 ms" in printed
+    assert "predicted 0.008 ms" in printed
     assert "op (the 1 longest of 2)" in printed
 
 
@@ -144,6 +145,7 @@ def test_a_step_by_launches(device_index: int) -> None:
     assert all(x.time_s > 0 and x.end_s >= x.start_s >= 0 for x in found.launches)
     assert len(found.steps_s) == 3
     assert 0 < found.host_s <= max(found.steps_s)
+    assert found.predicted_s == executor.launches * GENERIC.number("launch_s")  # this plan's kernels cost nothing
     assert found.arena_bytes == executor.plan.arena_bytes >= max(found.alive_bytes) > 0
     check_trace({"displayTimeUnit": "ms", "traceEvents": trace_events(found)})
 
