@@ -193,10 +193,10 @@ def _opened(path: Path) -> BinaryIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - the journal's own life decides
     except OSError as error:
-        raise LayoutOptError(f"cannot write {path}: {error.strerror} (what is measured cannot be kept)") from error
+        raise LayoutOptError(f"cannot write the journal {path}: {error.strerror}") from error
     if not _locked(file):
         file.close()
-        raise LayoutOptError(f"another calibration for the same question is running and writes {path}: wait for it")
+        raise LayoutOptError(f"another process is at the same calibration and writes its journal {path}")
     return file
 
 

@@ -28,8 +28,9 @@ HELD_OUT_SHARE = 0.2
 TOLERANCE = {False: 0.03, True: 0.015}
 """How far a median's interval may reach from it, as a share, where a kernel needs no more rounds; thorough: True."""
 
-TOGETHER = 10
-"""Kernels compiled as one program: the compiler starts once, and time is looked at in between."""
+CHUNK_S = 3.0
+"""Kernels are compiled together for about so long: the compiler starts once, several may run; then they are timed."""
+LEAST_TOGETHER, MOST_TOGETHER = 10, 120
 MOST_ROUNDS = 40
 """A kernel that is not tight after so many repetitions will not be."""
 MOST_AT_ONCE = 4
@@ -95,7 +96,7 @@ class Session:
         kept = kept or Kept()
         self.entries: dict[str, Entry] = dict(kept.entries)
         self.refused: list[str] = list(kept.refused)
-        self._deadly = kept.deadly
+        self._unwanted = set(kept.deadly)
         self._rounds: list[Round] = list(kept.rounds)
         self._number = max(kept.sessions - 1, 0)
         self._known = dict(known or {})
@@ -131,7 +132,8 @@ class Session:
         waiting = list(batch)
         while waiting:
             spare_s = left_s() - max(kept_s, self.missing_s(ready))
-            count = min(TOGETHER, int(spare_s / (MARGIN * self._each_s)))
+            together = min(max(int(CHUNK_S / self._each_s), LEAST_TOGETHER), MOST_TOGETHER)
+            count = min(together, int(spare_s / (MARGIN * self._each_s)))
             if count < 1:
                 break
             chunk, waiting = waiting[:count], waiting[count:]
@@ -154,7 +156,7 @@ class Session:
             try:
                 ready[kernel.key] = self._bench.prepare(kernel)
             except DeviceError as error:
-                self._refuse(str(error))
+                self._refuse(kernel.key, str(error))
                 continue
             counts = tuple(float(f"{v:.8g}") for v in candidate.features)
             entry = Entry(kernel.variant.label, spec_text(kernel.spec), counts, layouts_text(kernel))
@@ -165,8 +167,9 @@ class Session:
             self._journal.trying(())
         return ready
 
-    def _refuse(self, message: str) -> None:
+    def _refuse(self, key: str, message: str) -> None:
         self.refused.append(message)
+        self._unwanted.add(key)
         if self._journal:
             self._journal.refused(message)
 
@@ -241,10 +244,10 @@ class Session:
     def wants(self, key: str) -> bool:
         """Whether a kernel is to be prepared: it is new, or known too loosely from before an interruption.
 
-        A kernel that the driver did not survive is not wanted.
+        A kernel that the driver refused or did not survive is not wanted.
         """
         return (
-            key not in self._deadly and key not in self._prepared and (not self.knows(key) or key in self.unsettled())
+            key not in self._unwanted and key not in self._prepared and (not self.knows(key) or key in self.unsettled())
         )
 
     def known(self) -> set[str]:

@@ -121,7 +121,6 @@ def calibrate_to(
 
     Raises:
         KeyboardInterrupt: it was interrupted.
-        LayoutOptError: the journal cannot be written, or another process is at the same calibration.
         DeviceError: as of ``calibrate_for``.
     """
     from platformdirs import user_cache_path
@@ -131,11 +130,16 @@ def calibrate_to(
     from costmodel.journal import Journal, journal_file
 
     asked = question(runtime, _planned(graphs, storage), seed, base, thorough)
-    journal = Journal(journal_file(user_cache_path("layoutopt") / "calibrations", asked), asked, fresh)
-    if journal.kept.spent_s:
-        announce(_taken_up(journal.kept))
+    folder = user_cache_path("layoutopt") / "calibrations"
+    journal = None
     try:
         with _terminated_as_interrupted():
+            try:
+                journal = Journal(journal_file(folder, asked), asked, fresh)
+            except LayoutOptError as error:
+                announce(f"{error}; without it, nothing is kept of this calibration if it is interrupted")
+            if journal and journal.measured:
+                announce(_taken_up(journal.kept))
             model = calibrate_for(
                 runtime,
                 graphs,
@@ -150,11 +154,13 @@ def calibrate_to(
             path.parent.mkdir(parents=True, exist_ok=True)
             device.save(model, path)
     except KeyboardInterrupt:
-        announce(_interrupted(journal.measured))
+        announce(_interrupted(journal.measured if journal else 0))
         raise
     finally:
-        journal.close()
-    journal.remove()
+        if journal:
+            journal.close()
+    if journal:
+        journal.remove()
     return model
 
 
@@ -165,13 +171,13 @@ def _planned(graphs: Sequence[TrainingGraph], storage: str) -> tuple[TrainingGra
 def _taken_up(kept: Kept) -> str:
     return (
         f"going on with an interrupted calibration: {len(kept.timed)} kernels were measured in {kept.spent_s:.0f} s "
-        "(--fresh begins anew)"
+        "(`layoutopt calibrate --fresh` begins anew)"
     )
 
 
 def _interrupted(measured: int) -> str:
     if not measured:
-        return "interrupted before any kernel was measured; no device model was written"
+        return "interrupted; no device model was written, and there is no measurement to keep"
     return (
         f"interrupted; no device model was written, but the {measured} kernels measured so far are kept: the same "
         "command goes on from there"
