@@ -1,10 +1,11 @@
 """Zoo models at full width and reduced depth, batch and sequence: steps that a small machine can run and plan quickly.
 
-    python benchmarks/reduced.py [MODEL …] [--smoke]
+    python benchmarks/reduced.py [MODEL …] [-o DIR] [--smoke]
 
 A model is written ``NAME[/LAYERS][@BATCH[xSEQ]]``: ``gpt2/2@1x64`` is GPT-2 with its first two blocks, one sample of 64
 tokens; ``swin-tiny/1@2`` keeps one block of every stage. ``NAME`` alone is the graph that ships (or a graph file, or a
-zoo model at its usual sizes). As a script, prints what each comes to. Importing this imports no torch; making a graph
+zoo model at its usual sizes). As a script, prints what each comes to, and with ``-o`` writes graph files, for machines
+that have no torch. Importing this imports no torch; making a graph
 that does not ship does.
 """
 
@@ -19,6 +20,7 @@ from typing import Any
 
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
+from layoutopt.graphfile import save
 from layoutopt.models import find_graph, shipped_names
 
 __all__ = ["DEFAULT", "Spec", "parse", "reduced_graph"]
@@ -105,12 +107,15 @@ def main() -> int:
     """Print the models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=list(DEFAULT))
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="write a graph file of each")
     parser.add_argument("--smoke", action="store_true", help="one model")
     args = parser.parse_args()
     print(f"{'model':28}{'ops':>6}{'M parameters':>14}{'MiB of tensors':>16}")
     for name in ["bert-tiny/1@2x5"] if args.smoke else args.models:
         try:
             graph = reduced_graph(name)
+            if args.output:
+                save(graph, args.output / f"{re.sub('[/@]', '-', name)}.graph")
         except LayoutOptError as error:
             print(f"reduced: {error}", file=sys.stderr)
             return 2

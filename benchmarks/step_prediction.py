@@ -269,7 +269,8 @@ def main() -> int:
     except LayoutOptError as error:
         print(f"step_prediction: {error}", file=sys.stderr)
         return 2
-    print(f"{runtime.info.label}\n{HEAD}", flush=True)
+    if not args.smoke:
+        print(f"{runtime.info.label}\n{HEAD}", flush=True)
     for name in args.models:
         try:
             rows += study(args, runtime, name)
@@ -277,10 +278,13 @@ def main() -> int:
             failed[name] = str(error)
             print(f"{name:22}{error}", flush=True)
             continue
-        for row in rows[-len(args.strategies.split(",")) :]:
+        for row in rows[-len(args.strategies.split(",")) :] if not args.smoke else []:
             show(row)
     if not rows:
         return 2
+    if args.smoke:
+        print(f"{args.models[0]}: {len(rows)} plans ran and are predicted")
+        return 0
     found = summary(rows)
     for key, what in (("ratio", "as calibrated"), ("steady_ratio", "at the speed of now")):
         own = found[key]
