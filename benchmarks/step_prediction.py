@@ -10,8 +10,9 @@ prediction (``layoutopt/stepcost.py``) stand its parts and what they were: the k
 the step takes beyond them.
 
 A calibration is a promise about the device as it was. Kernels that it measured are therefore timed again, in the same
-way, in every round of steps: ``speed`` is the median of their times now over then, and ``steady`` the ratio with the
-prediction taken times that. With ``--device-model`` nothing is calibrated. ``--smoke`` runs a tiny model untimed.
+way, in every round of steps: ``speed`` is their mean time now over then, and ``steady`` the prediction times that over
+the mean step, for a device whose clock has moved. Neither makes up for other work on the machine, which slows what lies
+between kernels most. With ``--device-model`` nothing is calibrated. ``--smoke`` runs a tiny model untimed.
 """
 
 from __future__ import annotations
@@ -125,9 +126,10 @@ class Speed:
         self._rounds.append(self._bench.round(self._prepared, backwards=len(self._rounds) % 2 == 1))
 
     def ratio(self) -> float:
-        """Time now over time then: the median over kernels; 1 where there are none."""
-        own = [quiet([t[key] for t in self._rounds]) / self._then[key].time_ns for key in self._prepared]
-        return median(own) if own else 1.0
+        """Time now over time then, of all of them together; 1 where there are none."""
+        now_ns = sum(fmean(times[key] for times in self._rounds) for key in self._prepared)
+        then_ns = sum(self._then[key].time_ns for key in self._prepared)
+        return now_ns / then_ns if then_ns else 1.0
 
     def close(self) -> None:
         """Let go of the device's memory."""
@@ -192,7 +194,7 @@ def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, A
     rows = []
     for strategy, plan in plans.items():
         cost, measured = predict_step(plan, graph, model), found[strategy]
-        seconds, kernels_s = quiet(measured["seconds"]), quiet(measured["kernels_s"])
+        seconds, kernels_s = quiet(measured["seconds"]), fmean(measured["kernels_s"])
         items = [*plan.ops, *plan.relayouts]
         rows.append(
             {
@@ -206,13 +208,14 @@ def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, A
                 / planned_s(plan),
                 "quiet_s": seconds,
                 "median_s": median(measured["seconds"]),
+                "mean_s": fmean(measured["seconds"]),
                 "quartiles_s": [float(q) for q in np.quantile(measured["seconds"], [0.25, 0.75])],
                 "rounds": len(measured["seconds"]),
                 "kernels_s": kernels_s,
                 "launches": measured["launches"],
                 "ratio": cost.step_s / seconds,
                 "speed": now,
-                "steady_ratio": cost.step_s * now / seconds,
+                "steady_ratio": cost.step_s * now / fmean(measured["seconds"]),
                 "kernels_ratio": cost.kernels_s * now / kernels_s,
                 "arena_bytes": plan.arena_bytes,
             }
@@ -222,7 +225,7 @@ def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, A
 
 def show(row: dict[str, Any]) -> None:
     """A line of the table."""
-    beyond, predicted = row["quiet_s"] - row["kernels_s"], row["predicted"]
+    beyond, predicted = row["mean_s"] - row["kernels_s"], row["predicted"]
     print(
         f"{row['model']:22}{row['strategy']:10}{row['predicted_s'] * 1e3:11.2f}{row['quiet_s'] * 1e3:11.2f}"
         f"{row['ratio']:8.3f}{row['speed']:8.3f}{row['steady_ratio']:8.3f}{row['kernels_ratio']:9.3f}"
