@@ -49,6 +49,8 @@ TOLERANCE = 1e-4
 """Of losses, relative."""
 SHARE_FINAL = 0.15
 """Share of the budget for the finalists."""
+SHARE_STEPS = 0.5
+"""Share of the budget that steps may take, building left out: there are fewer rounds where they would take more."""
 BEST = "solver"
 
 
@@ -132,6 +134,7 @@ def run_batches(
     end = time.monotonic() + args.budget * (1 - SHARE_FINAL)
     names = [n for n in plans if n != BEST]
     spent_s: list[float] = []
+    steps_s = SHARE_STEPS * args.budget / max(-(-len(names) // args.batch), 1)
     for begin in range(0, len(names), args.batch):
         if spent_s and time.monotonic() + median(spent_s) > end:
             break
@@ -140,7 +143,7 @@ def run_batches(
         # The solver's twice in each round: what everything is divided by should be known best.
         together = {BEST: plans[BEST], **{n: plans[n] for n in own[::2]}, "again": plans[BEST]}
         together |= {n: plans[n] for n in own[1::2]}
-        found = measure_interleaved(graph, together, runtime, values, rounds=args.rounds, budget_s=1e9)
+        found = measure_interleaved(graph, together, runtime, values, rounds=args.rounds, budget_s=steps_s)
         check_losses({n: loss for n, (_, loss) in found.items()})
         for n in own:
             ran[n].seconds, ran[n].reference_s = found[n][0], [*found[BEST][0], *found["again"][0]]
@@ -241,7 +244,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds of building and measuring plans")
     parser.add_argument("--calibration", type=float, default=100.0, help="seconds")
     parser.add_argument("--device-model", help="a calibration of the device, rather than one made now")
-    parser.add_argument("--rounds", type=int, default=32, help="steps of each plan")
+    parser.add_argument("--rounds", type=int, default=32, help="steps of each plan, at most")
     parser.add_argument("--batch", type=int, default=8, help="plans in memory at a time")
     parser.add_argument("--finalists", type=int, default=5)
     parser.add_argument("--final-rounds", type=int, default=120)
