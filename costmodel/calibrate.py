@@ -63,11 +63,16 @@ SHARE_REFINE = 0.4
 """Share of the budget kept for measuring what the planner would pick, where a planner is given."""
 SHARE_RESUMED = 0.25
 """Share that a calibration which is taken up again has at least: preparing its kernels takes time too."""
-FINISH = 5.0
-"""The fit and its judge at the end take so many times what a quick fit takes, until that was tried."""
+FINISH_S = 0.02
+"""Seconds a kernel that the fit and its judge take at the end, until that was tried."""
 TRIED = 60
-"""It is tried with so many kernels."""
+"""It is tried with so many kernels, with twice as many, and so on, where that takes a small share of the time left."""
+SHARE_TRY = 0.05
+FINISH_GROWS = 2.0
+"""What it takes grows with this power of the number of kernels: more of them get corrections that are tried too."""
 FINISH_MARGIN = 1.2
+JUDGED = 2.0
+"""With its judge a fit takes so many times what it takes alone."""
 SHARE_WHOLE_FIT = 0.1
 """A question to the planner is asked with the whole fit where that takes at most this share of the time left."""
 
@@ -189,8 +194,8 @@ class Calibration:
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._session, self._model, self._costs, self._budget, self._tell = session, model, costs, budget, tell
-        self._fit_s = self._again_s = 0.0
-        self._finish, self._tried = FINISH, False
+        self._again_s = 0.0
+        self._tried, self._tried_s = 0, 0.0
         self._constants: dict[str, FamilyFit] = {}
 
     def left_s(self) -> float:
@@ -199,7 +204,11 @@ class Calibration:
 
     @property
     def _finish_s(self) -> float:
-        return FINISH_MARGIN * self._finish * self._fit_s
+        """Seconds that the fit and its judge will take, by what they took when they were tried."""
+        count = len(self._session.known())
+        if not self._tried:
+            return FINISH_S * count
+        return FINISH_MARGIN * self._tried_s * (count / self._tried) ** FINISH_GROWS
 
     def sample(self, pool: Pool, later: float = 0.0, last: float = SHARE_LAST) -> None:
         """Measure kernels of the pool, those with most at stake first, leaving some of the budget.
@@ -284,21 +293,24 @@ class Calibration:
     def _so_far(self) -> DeviceModel:
         """The model as it is, for a question: nobody asks it for its error."""
         records = self._session.records()
-        whole = self._finish_s <= SHARE_WHOLE_FIT * self.left_s()
         samples = samples_of(records.values())
-        constants = fit(samples, FEATURES) if whole else fit_constants(samples, FEATURES)
+        if self._finish_s <= SHARE_WHOLE_FIT * self.left_s():
+            begin = self._budget.spent_s
+            constants = fit(samples, FEATURES)
+            self._tried, self._tried_s = len(records), JUDGED * (self._budget.spent_s - begin)
+        else:
+            constants = fit_constants(samples, FEATURES)
         return replace(self._model, measurements=records, constants=constants)
 
     def _fit(self) -> None:
-        begin = self._budget.spent_s
         records = self._session.records()
         self._constants = fit(samples_of(records.values(), held_out=False), FEATURES, finest="name")
-        self._fit_s = self._budget.spent_s - begin
-        if not self._tried and len(records) >= TRIED and self._fit_s:
-            self.model()  # the first time more is loaded than numbers
+        if len(records) >= max(TRIED, 2 * self._tried) and self._finish_s <= SHARE_TRY * self.left_s():
+            if not self._tried:
+                self.model()  # the first time more is loaded than numbers
             begin = self._budget.spent_s
             self.model()
-            self._finish, self._tried = (self._budget.spent_s - begin) / self._fit_s, True
+            self._tried, self._tried_s = len(records), self._budget.spent_s - begin
 
     def _once_more(self, left_s: Callable[[], float]) -> None:
         """A round over what is not tight, while such rounds took but their share of the time: hours differ."""
