@@ -1,12 +1,12 @@
 """Compiling kernels in several processes at once, for drivers that compile one program at a time.
 
-NVIDIA's compiler takes 0.1 to 0.3 seconds for a kernel and holds a lock meanwhile: one core works, whatever the number of
-threads. Worker processes with a context each compile beside each other and hand back the driver's binary, which the
+NVIDIA's compiler takes 0.1 to 0.3 seconds for a kernel and holds a lock meanwhile: one core works, whatever the number
+of threads. Worker processes with a context each compile beside each other and hand back the driver's binary, which the
 parent loads in a fraction of a millisecond. What a worker cannot build is left to the parent, whose compiler then says
 what is wrong. Workers compile and do nothing else, and end by themselves after some idle seconds or with their parent.
 
-Run as a program (``python -m kernels.builders DEVICE``) this is such a worker: it reads lines of JSON ``{"source": …}`` and
-answers each with ``{"binary": base64}`` or ``{"error": text}``.
+Run as a program (``python -m kernels.builders DEVICE``) this is such a worker: it reads lines of JSON
+``{"source": …}`` and answers each with ``{"binary": base64}`` or ``{"error": text}``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TextIO
@@ -121,10 +122,8 @@ def _end(worker: subprocess.Popen[str]) -> None:
     worker.kill()
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
-            try:
+            with suppress(OSError):  # a line that it will never read
                 pipe.close()
-            except OSError:  # a line that it will never read
-                pass
     worker.wait()
 
 
@@ -135,7 +134,8 @@ def _binary(worker: subprocess.Popen[str], source: str) -> bytes | None:
         OSError: it is gone.
         ValueError: it answered with something else, or with nothing.
     """
-    assert worker.stdin is not None and worker.stdout is not None
+    assert worker.stdin is not None
+    assert worker.stdout is not None
     worker.stdin.write(json.dumps({"source": source}) + "\n")
     worker.stdin.flush()
     answer = json.loads(worker.stdout.readline())

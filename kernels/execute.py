@@ -16,6 +16,7 @@ from kernels.bind import bind, slot_name
 from kernels.feed import Feed, cast
 from kernels.launches import Call, Launches, Part
 from kernels.pack import STORAGE_DTYPES, pack, poison_padding, unpack
+from kernels.regions import Regions
 from kernels.runtime import Runtime
 from kernels.spec import DeviceLimits
 from kernels.stage import Input, Inputs, staging_bytes
@@ -89,7 +90,6 @@ class Executor:
             if (storage := graph.storage_of[tensor.name]) in self._layouts
         }
         begin, size = self._staging(staging_bytes(sent, self.limits))
-        self._buffers: dict[str, Any] = {}
         self._parts: list[Part] = []
         self._calls: list[Call] = []
         self._forward_calls: list[Call] = []
@@ -98,13 +98,8 @@ class Executor:
         self._arena = runtime.allocate(size)
         if poison:
             runtime.fill(self._arena, 0xFF)
-        regions: dict[tuple[int, int], Any] = {}
-        for slot in plan.arena:
-            where = slot.offset_bytes, slot.size_bytes
-            if where not in regions:
-                regions[where] = runtime.region(self._arena, *where)
-            self._buffers[slot.name] = regions[where]
-        self._inputs = Inputs(runtime, sent, self._arena, self._buffers, begin, self.limits, poison)
+        self._regions = Regions(runtime, self._arena, self._slots)
+        self._inputs = Inputs(runtime, sent, self._arena, begin, self.limits, poison)
         self.steps = bind(graph, plan, self.limits)
         wanted, self._forward_inputs = self._forward_part()
         launches = Launches(
@@ -112,7 +107,7 @@ class Executor:
             self.steps,
             self._slots,
             self._arena,
-            self._buffers,
+            self._regions,
             self.limits,
             share=share,
             subset=wanted,
@@ -256,7 +251,7 @@ class Executor:
         packed = pack(self._layouts[storage][0], array, self.graph.tensors[name].dtype)
         if self._poison:
             poison_padding(self._layouts[storage][0], packed)
-        self.runtime.upload(self._buffers[slot_name(storage, 0)], packed)
+        self.runtime.upload(self._arena, packed, offset_bytes=self._slots[slot_name(storage, 0)].offset_bytes)
 
     def write(self, name: str, array: np.ndarray) -> None:
         """Set a parameter or state tensor.
@@ -285,7 +280,7 @@ class Executor:
         tensor = self.graph.tensors[name]
         layout = self._layouts[self.graph.storage_of[name]][0]
         storage = np.empty(layout.size_elems, STORAGE_DTYPES[tensor.dtype])
-        self.runtime.download(self._buffers[slot.name], storage)
+        self.runtime.download(self._arena, storage, slot.offset_bytes)
         value, code = unpack(layout, storage, tensor.dtype), code_of(self.graph, name)
         if code is not None:
             return decode(code, value)
@@ -404,8 +399,8 @@ class Executor:
         self._tables.clear()
         while self._images:
             self._images.pop()
-        while self._buffers:
-            self._buffers.popitem()
+        if "_regions" in self.__dict__:
+            self._regions.close()
         self._arena = None
 
     def __del__(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from kernels.batch import linear, merge_steps, moved_bytes, schedule
 from kernels.bind import BoundStep
 from kernels.group import alike_steps, stacked_size, stacked_source
+from kernels.regions import Regions
 from kernels.runtime import Runtime
 from kernels.source import program_source
 from kernels.spec import DeviceLimits
@@ -87,7 +88,7 @@ class Launches:
         steps: bound to their kernels.
         slots: of the arena.
         arena: the device's buffer.
-        buffers: regions of the arena by slot name.
+        regions: of the arena, by slot name.
         limits: of the device.
         share: let steps share launches where they may.
         subset: positions of the steps that must also run without the others.
@@ -110,18 +111,19 @@ class Launches:
         steps: Sequence[BoundStep],
         slots: Mapping[str, ArenaSlot],
         arena: Any,
-        buffers: Mapping[str, Any],
+        regions: Regions,
         limits: DeviceLimits,
         share: bool,
         subset: Collection[int],
         beside: Sequence[tuple[str, str]] = (),
     ) -> None:
-        self.runtime, self.steps, self.slots, self.arena, self.buffers = runtime, steps, slots, arena, buffers
+        self.runtime, self.steps, self.slots, self.arena, self.regions = runtime, steps, slots, arena, regions
         self.limits = limits
         self.tables: list[Any] = []
         self.images: list[Any] = []
         self._beside = beside
-        self._operands = [self._regions(step) for step in steps]
+        for step in steps:
+            self._check_slots(step)
         runs = _runs(steps, slots) if share else [(i,) for i in range(len(steps))]
         order = self._order(runs, share)
         wanted = [
@@ -147,11 +149,10 @@ class Launches:
         sources: dict[tuple[str, int, bool], tuple[str, str]] = {}
         for members in order:
             if members not in merged:
-                sources |= self._sources(self.steps[members[0]], len(members) > 1, sources)
+                sources |= self._sources(self.steps[members[0]], self._by_place(members), sources)
         self.runtime.prepare([*sources.values(), *((m.source, m.label) for m in merged.values()), *self._beside])
         parts = {}
         for members in order:
-            several = len(members) > 1
             if members in merged:
                 batch = merged[members]
                 call = self.runtime.kernel(batch.source, "batch", batch.label)
@@ -160,46 +161,48 @@ class Launches:
                 shares = tuple(float(x) for x in moved / moved.sum())
                 parts[members] = Part(members, ((call, batch.global_size, batch.local_size),), shares)
                 continue
-            kernel = self.steps[members[0]].kernel
+            first = self.steps[members[0]]
+            kernel, by_place = first.kernel, self._by_place(members)
             calls: list[Call] = []
             for i, launch in enumerate(kernel.launches):
-                source, label = sources[kernel.key, i, several]
+                source, label = sources[kernel.key, i, by_place]
                 call = self.runtime.kernel(source, launch.entry, label)
-                if several:
+                if by_place:
                     slots = [self.slots[self.steps[m].slots[p]] for m in members for _, p in launch.operands]
                     call.set_args(self.arena, self._table(np.array([s.offset_bytes for s in slots], np.uint64)))
                     calls.append((call, *stacked_size(launch, len(members))))
                 else:
-                    arguments = self.runtime.arguments(kernel, launch, self._operands[members[0]])
+                    buffers = [self.regions[name] for name in first.slots]
+                    arguments = self.runtime.arguments(kernel, launch, buffers)
                     call.set_args(*arguments)
                     self.images += arguments if launch.images else ()
                     calls.append((call, launch.global_size, launch.local_size))
             parts[members] = Part(members, tuple(calls), (1 / len(members),) * len(members))
         return parts
 
+    def _by_place(self, members: Members) -> bool:
+        """Whether a launch of these steps finds operands by a table of places in the arena; an image is no place."""
+        launches = self.steps[members[0]].kernel.launches
+        return len(members) > 1 or (self.runtime.launches_by_place and not any(x.images for x in launches))
+
     def _sources(
-        self, step: BoundStep, several: bool, known: Collection[tuple[str, int, bool]]
+        self, step: BoundStep, by_place: bool, known: Collection[tuple[str, int, bool]]
     ) -> dict[tuple[str, int, bool], tuple[str, str]]:
-        """(Source, label) of each launch of a step's kernel by (key, position, whether it is stacked)."""
+        """(Source, label) of each launch of a step's kernel by (key, position, whether it takes places)."""
         kernel, out = step.kernel, {}
         for i, launch in enumerate(kernel.launches):
-            if (kernel.key, i, several) not in known:
+            if (kernel.key, i, by_place) not in known:
                 source = program_source(kernel, launch)
-                source = stacked_source(source, launch) if several else source
-                out[kernel.key, i, several] = source, kernel.variant.label
+                source = stacked_source(source, launch) if by_place else source
+                out[kernel.key, i, by_place] = source, kernel.variant.label
         return out
 
-    def _regions(self, step: BoundStep) -> list[Any]:
-        """The regions of the arena that a step's operands and workspaces are."""
-        kernel = step.kernel
-        out = []
+    def _check_slots(self, step: BoundStep) -> None:
         for position, name in enumerate(step.slots):
-            need = kernel.buffer_bytes(position)
+            need = step.kernel.buffer_bytes(position)
             slot = self.slots.get(name)
             if slot is None or slot.size_bytes < need:
                 raise GraphError(f"the plan's arena has no {name} of {need} bytes for {step.label}: solve it anew")
-            out.append(self.buffers[name])
-        return out
 
     def _table(self, values: np.ndarray) -> Any:
         self.tables.append(self.runtime.constant(values))

@@ -40,8 +40,9 @@ _TEXTURE_CACHE_VENDORS = frozenset(("qualcomm", "arm"))
 """Makers of GPUs in which images pass a cache that buffers do not. Elsewhere both take one way, or nobody has shown
 that images are faster: kernels that read through them would be more to plan and to measure."""
 
-_COMPILES_ALONE = "nvidia"
-"""Maker of drivers that compile one program at a time in a process, however many threads there are (seen on 580.159)."""
+_NVIDIA = "nvidia"
+"""Maker of drivers that compile one program at a time in a process, and whose launches look through a buffer's regions
+(seen on 580.159)."""
 
 DEVICE_ENV = "LAYOUTOPT_DEVICE"
 DUMP_ENV = "LAYOUTOPT_DUMP"
@@ -227,7 +228,7 @@ class Runtime:
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
         self._programs: dict[str, tuple[Any, str]] = {}
-        workers = worker_count(self.limits) if _COMPILES_ALONE in self.info.vendor.casefold() else 0
+        workers = worker_count(self.limits) if _NVIDIA in self.info.vendor.casefold() else 0
         self._builders = Builders(self.info.index, workers) if workers > 1 else None
 
     def _queue(self, profiling: bool) -> Any:
@@ -238,6 +239,14 @@ class Runtime:
     def limits(self) -> DeviceLimits:
         """The device's limits."""
         return self.info.limits
+
+    @property
+    def launches_by_place(self) -> bool:
+        """Whether every launch gets the arena and a table of places in it, none a region per operand.
+
+        It saves the host time where launches slow down with the number of a buffer's regions (``kernels/regions.py``).
+        """
+        return _NVIDIA in self.info.vendor.casefold()
 
     @property
     def profiling_queue(self) -> Any:
@@ -407,9 +416,9 @@ class Runtime:
             raise DeviceError(f"device {self.info.label} has no {size_bytes} bytes of pinned memory") from error
         return array[:size_bytes]
 
-    def download(self, buffer: Any, storage: np.ndarray) -> np.ndarray:
-        """Copy a buffer into a contiguous array, after everything enqueued before."""
-        self._cl.enqueue_copy(self.queue, storage, buffer, is_blocking=True)
+    def download(self, buffer: Any, storage: np.ndarray, offset_bytes: int = 0) -> np.ndarray:
+        """Copy a buffer, from an offset on, into a contiguous array, after everything enqueued before."""
+        self._cl.enqueue_copy(self.queue, storage, buffer, is_blocking=True, src_offset=offset_bytes)
         return storage
 
     def arguments(self, kernel: Kernel, launch: Launch, buffers: Sequence[Any]) -> list[Any]:

@@ -85,7 +85,6 @@ class Inputs:
         runtime: the device.
         inputs: all that a plan stores, by name.
         arena: the device's buffer.
-        buffers: its regions by slot name.
         begin: byte of the arena at which the staging region begins; None where it has none.
         limits: of the device.
         poison: fill the padding of what is sent with NaN bytes.
@@ -96,12 +95,11 @@ class Inputs:
         runtime: Runtime,
         inputs: Mapping[str, Input],
         arena: Any,
-        buffers: Mapping[str, Any],
         begin: int | None,
         limits: DeviceLimits,
         poison: bool,
     ) -> None:
-        self._runtime, self._inputs, self._arena, self._buffers = runtime, inputs, arena, buffers
+        self._runtime, self._inputs, self._arena = runtime, inputs, arena
         self._poison = poison
         self._begin = begin or 0
         self._places = {} if begin is None else _places(inputs, limits)
@@ -168,7 +166,8 @@ class Inputs:
             if host is None or name not in self._places:
                 packed = pack(one.layout, array, one.dtype)
                 self._poisoned(one, packed)
-                events.append(self._runtime.upload(self._buffers[one.slot.name], packed, wait=False))
+                at = one.slot.offset_bytes
+                events.append(self._runtime.upload(self._arena, packed, wait=False, offset_bytes=at))
             elif name in host.digits:
                 digits = host.digits[name]
                 digits[...] = array.reshape(digits.shape)
@@ -195,4 +194,4 @@ class Inputs:
         self._spread.clear()
         self._tables.clear()
         self._turns = cycle([])
-        self._buffers, self._arena = {}, None
+        self._arena = None

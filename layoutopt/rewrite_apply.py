@@ -1,11 +1,11 @@
 """The rewrite "apply": a weight's gradient is applied where the contraction makes it, and never stored.
 
 The update of a parameter reads its gradient element by element, and most gradients are a contraction's result that
-nothing else reads. The update's program then becomes the contraction's epilogue (see ``layoutopt/rewrite_epilogue.py``),
-which writes parameter and optimizer state in place. The gradient is neither written nor read again, and takes no memory.
+nothing else reads. The update's program then becomes the contraction's epilogue (``layoutopt/rewrite_epilogue.py``),
+which writes parameter and optimizer state in place. The gradient is neither written nor read, and takes no memory.
 
-The merged op runs where the contraction did, or behind the last reader of the parameter where that comes a little later.
-A step computes the same numbers; gradients cannot be read afterwards, so that whoever keeps them plans without.
+The merged op runs where the contraction did, or behind the parameter's last reader where that comes a little later. A
+step computes the same numbers; gradients cannot be read afterwards, so that whoever keeps them plans without.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Applier(OpEditor):
         return alone and self.readers[gradient] == {at} and gradient not in self.graph.outputs
 
     def _place(self, source: int, at: int) -> int | None:
-        """The op behind which the merged op runs, ``source`` for its own place; None where there is none near enough."""
+        """The op behind which the merged op runs, ``source`` for its own place; None where none is near enough."""
         product, update = self.op(source), self.op(at)
         updated = {self.graph.storage_of[update.inputs[i].tensor] for _, i in update.inplace}
         if any(self.graph.storage_of[o.tensor] in updated for o in product.inputs):
