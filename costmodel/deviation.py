@@ -1,4 +1,4 @@
-"""What kernels like it deviated from the fit: a Gaussian process per family over the logarithm of measured over fitted.
+"""What kernels like it deviated from the fit: a Gaussian process per family, over the log of measured over fitted.
 
 The features count what a kernel does. Two kernels with nearly the same counts are off by nearly the same factor, and no
 constant per unit can say so (how many groups a compute unit keeps at a time, what the compiler made of a loop).
@@ -16,7 +16,7 @@ from math import exp, sqrt
 
 import numpy as np
 
-from costmodel.constants import Sample, family_of, levels, predicted_ns
+from costmodel.constants import Sample, levels, predicted_ns
 from costmodel.device import FamilyFit
 
 __all__ = ["FAR", "Deviations", "Predictor"]
@@ -25,23 +25,24 @@ SIZE = 0.3
 """Expected deviation (logarithm) far from all that was measured."""
 NUGGET = 0.06
 """What no feature explains, even of a kernel that was measured beside it."""
-REACH = 2.5
+REACH = 3.0
 """Distance over which deviations are alike, in standard deviations of the logarithms of the features."""
 FLOOR = 0.05
 """Least standard deviation of a feature's logarithm: what hardly varied in the sample says far when it does."""
 OUTLIER = 2.0
 """Standard deviations from its neighbours' word beyond which a sample counts as noisier than it said."""
-PASSES = 4
+PASSES = 3
 LEAST = 8
 """Fewer samples of a family than this tell nothing of each other."""
-MOST = 700
-"""Samples of one family that are used, evenly spread over all: work grows with the cube."""
+MOST = 400
+"""Most samples that one process holds, as its work grows with their cube: it is of a family, of families with more each
+variant name's or label's own; of what is larger still, so many evenly spread over all."""
 FACTOR_DIGITS = 5
 FAR = sqrt(SIZE**2 + NUGGET**2)
 
 
 class Deviations:
-    """Of one family.
+    """Of one family, or of a part of it.
 
     Args:
         values: features, [samples, features].
@@ -62,7 +63,9 @@ class Deviations:
             self._inverse = np.linalg.inv(alike + np.diag(variance))
             self._weights = self._inverse @ ratios
             if left:  # by how much each sample is off from what the others say of it, in standard deviations
-                off = np.abs(self._weights) / np.sqrt(np.diag(self._inverse))
+                own = np.diag(self._inverse)
+                others = np.maximum(1.0 / own - variance, 0.0)
+                off = np.abs(self._weights / own) / np.sqrt(others + stated)
                 variance = stated * np.maximum(1.0, off / OUTLIER) ** 2
 
     def _alike(self, values: np.ndarray) -> np.ndarray:
@@ -102,8 +105,10 @@ class Predictor:
         self.constants, self._names = constants, tuple(names)
         self._samples: dict[str, list[Sample]] = {}
         for sample in samples:
-            self._samples.setdefault(family_of(sample.label), []).append(sample)
+            for level in levels(sample.label, sample.kind):
+                self._samples.setdefault(level, []).append(sample)
         self._found: dict[str, Deviations | None] = {}
+        self._level: dict[str, str] = {}
         self._corrected = {name for name, one in constants.items() if one.corrected}
 
     def items(self, own: Sequence[str], values: Sequence[float]) -> dict[str, float]:
@@ -115,7 +120,7 @@ class Predictor:
         """
         parts = predicted_ns(self.constants, own, values, self._names)
         if own[-1] in self._corrected:
-            near = self.deviations(own[-1])
+            near = self.deviations(own)
             if near is not None:
                 # Linear algebra differs in its last digits between machines, and plans are checked to the nanosecond.
                 factor = round(exp(near.mean(values)), FACTOR_DIGITS)
@@ -125,14 +130,29 @@ class Predictor:
     def log_error_90(self, own: Sequence[str], values: Sequence[float]) -> float:
         """The time is within ``exp`` of this of the prediction, either way, nine times out of ten; 0: not known."""
         spread = next((self.constants[k].spread_90 for k in (*own, "all") if k in self.constants), 0.0)
-        near = self.deviations(own[-1]) if spread else None
+        near = self.deviations(own) if spread else None
         return spread * (float(near.scales(np.array([values]))[0]) if near is not None else FAR)
 
-    def deviations(self, family: str) -> Deviations | None:
-        """Of a family's samples from the fit; None where there are too few."""
-        if family not in self._found:
-            self._found[family] = self._deviations(self._samples.get(family, ()))
-        return self._found[family]
+    def deviations(self, own: Sequence[str]) -> Deviations | None:
+        """What samples like a kernel of these levels deviated from the fit; None where there are too few."""
+        level = self._level.get(own[0])
+        if level is None:
+            level = self._level[own[0]] = self._level_of(own)
+        if level not in self._found:
+            self._found[level] = self._deviations(self._samples.get(level, ()))
+        return self._found[level]
+
+    def _level_of(self, own: Sequence[str]) -> str:
+        """The coarsest level that is not too large, or the finest of those that are."""
+        last = own[-1]
+        for level in reversed(own):
+            count = len(self._samples.get(level, ()))
+            if count < LEAST:
+                break
+            last = level
+            if count <= MOST:
+                break
+        return last
 
     def _deviations(self, samples: Sequence[Sample]) -> Deviations | None:
         if len(samples) < LEAST or "all" not in self.constants:

@@ -108,13 +108,15 @@ def _left_out(samples: Sequence[Sample], names: Sequence[str]) -> list[tuple[np.
         fine = fit_constants(inside, names)
         coarse = {key: one for key, one in fine.items() if key == family_of(key)}
         predictors = [Predictor(constants, inside, names) for constants in (fine, coarse)]
-        for family in sorted({own[i][-1] for i in rows}):
-            some = np.array([i for i in rows if own[i][-1] == family])
+        by_level: dict[tuple[str, ...], list[int]] = {}
+        for i in rows.tolist():
+            by_level.setdefault(own[i], []).append(i)
+        for level, some in by_level.items():
             for (errors, scales), (corrected, coarsely) in zip(ways, _WAYS, strict=True):
                 predictor = predictors[coarsely]
-                fitted = [sum(predictor.items(own[i], samples[i].features).values()) for i in some]
+                fitted = [sum(predictor.items(level, samples[i].features).values()) for i in some]
                 errors[some] = measured[some] - np.log(fitted)
-                near = predictor.deviations(family)
+                near = predictor.deviations(level)
                 if near is not None:
                     scales[some] = near.scales(values[some])
                     errors[some] -= near.means(values[some]) if corrected else 0.0

@@ -170,6 +170,19 @@ def test_one_wild_sample_does_not_bend_its_neighbours():
     assert np.abs(np.delete(found, 30)).max() < 0.05
 
 
+def test_a_large_family_is_taken_apart_by_variant(monkeypatch):
+    monkeypatch.setattr("costmodel.deviation.MOST", 50)
+    samples = [replace(s, label=f"f.n(v={i % 3})") for i, s in enumerate(bent(120, 12))]
+    samples += [replace(s, label="f.few(v=1)") for s in bent(5, 13)]
+    predictor = Predictor(fit_constants(samples, NAMES), samples, NAMES)
+    parts = [predictor.deviations(levels(f"f.n(v={v})")) for v in range(3)]
+    assert None not in parts
+    assert len({id(part) for part in parts}) == 3
+    whole = predictor.deviations(levels("f.few(v=1)"))
+    assert whole is not None
+    assert id(whole) not in {id(part) for part in parts}, "too few of its own: the family's, thinned out"
+
+
 def test_noisy_repetitions_count_less():
     """Two kernels disagree; the one whose repetitions agree is believed."""
     steady, shaky = (100,) * 9, (50, 60, 70, 80, 200, 300, 500, 700, 900)
