@@ -63,7 +63,7 @@ SHARE_REFINE = 0.4
 """Share of the budget kept for measuring what the planner would pick, where a planner is given."""
 SHARE_RESUMED = 0.25
 """Share that a calibration which is taken up again has at least: preparing its kernels takes time too."""
-FINISH_S = 0.02
+FINISH_S = 0.005
 """Seconds a kernel that the fit and its judge take at the end, until that was tried."""
 TRIED = 60
 """It is tried with so many kernels, with twice as many, and so on, where that takes a small share of the time left."""
