@@ -67,8 +67,8 @@ FINISH_S = 0.005
 """Seconds a kernel that the fit and its judge take at the end, until that was tried."""
 TRIED = 60
 """It is tried with so many kernels, with twice as many, and so on, where that takes a small share of the time left."""
-SHARE_TRY = 0.05
-FINISH_GROWS = 2.0
+SHARE_TRY = 0.1
+FINISH_GROWS = 1.5
 """What it takes grows with this power of the number of kernels: more of them get corrections that are tried too."""
 FINISH_MARGIN = 1.2
 JUDGED = 2.0
