@@ -18,7 +18,7 @@ from costmodel.model import CostModel
 from costmodel.pool import Pool, pool_of
 from costmodel.rounds import LEAST_ROUNDS
 from costmodel.runner import Prepared
-from costmodel.session import MOST_ROUNDS, Session
+from costmodel.session import MOST_ROUNDS, SEGMENT, Session
 from kernels.spec import DeviceLimits, Kernel
 from layoutopt.errors import DeviceError
 
@@ -239,15 +239,16 @@ def test_rounds_go_to_kernels_that_are_not_known_tightly(pool: Pool):
     assert line.startswith(f"kernels known tightly: {session.tight()} of {len(session.entries)} kernels")
 
 
-def test_rounds_stay_interleaved_with_anchors_in_every_segment(pool: Pool):
+@pytest.mark.parametrize(("kind", "segments"), [("cpu", 3), ("gpu", 1)])
+def test_rounds_stay_interleaved_with_anchors_in_every_segment(kind: str, segments: int, pool: Pool):
     made = Device(Clock())
-    session = Session(made, "cpu", 0, clock=made.clock)
+    session = Session(made, kind, 0, clock=made.clock)
     session.anchor({"compute_1": pool._all[0].kernel, "memory_1": pool._all[1].kernel})
     batch = pool._all[2:102]
     assert session.measure(batch, lambda: 1e6) == 100
     assert all(keys[:2] == ("compute_1", "memory_1") for keys in made.rounds)
-    assert max(map(len, made.rounds)) <= 42
-    whole_ = [key for keys in made.rounds[-3:] for key in keys[2:]]
+    assert max(map(len, made.rounds)) <= 2 + SEGMENT[kind]
+    whole_ = [key for keys in made.rounds[-segments:] for key in keys[2:]]
     assert sorted(whole_) == sorted(c.kernel.key for c in batch), "the last round is over the whole batch"
     probes = session.anchors()
     assert set(probes) == {"anchor_compute_1", "anchor_memory_1"}

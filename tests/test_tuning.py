@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from test_costmodel_calibrate import small_graph
@@ -10,11 +15,13 @@ from test_costmodel_calibrate import small_graph
 from costmodel import device
 from costmodel.device import DeviceModel, Fact, FamilyFit, Measurement
 from costmodel.features import FEATURES
+from costmodel.journal import Entry, Journal
 from costmodel.model import CostModel, spec_text
+from costmodel.rounds import Round
 from kernels.bind import bind
 from kernels.spec import Kernel
 from layoutopt import planner, tuning
-from layoutopt.errors import InfeasibleError
+from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.tuning import CLOSE, MOST_NAMED, MOST_RIVALS, Planner
 
 FIT = FamilyFit({"launches": 3000.0, "flops": 0.05, "near_bytes": 0.1, "memory_bytes": 0.3}, 50, 0.1)
@@ -132,3 +139,88 @@ def test_a_strategy_at_a_dead_end_asks_for_nothing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(planner, "plan", dead)
     assert Planner([small_graph()])(MODEL, 1e9) == []
+
+
+# ---- to a file, resumable ------------------------------------------------------------------------------------------
+
+RUNTIME = SimpleNamespace(
+    info=SimpleNamespace(platform="P", platform_version="1", name=MODEL.name, driver="d", label="P | d"),
+    limits=MODEL.limits,
+)
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def journals(folder: Path) -> list[Path]:
+    return list((folder / "cache").rglob("*.jsonl"))
+
+
+def test_the_journal_goes_when_the_model_is_written(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    def measuring(*_: object, journal: Journal, **__: object) -> DeviceModel:
+        assert [journal.path] == journals(folders)
+        return MODEL
+
+    monkeypatch.setattr(tuning, "calibrate_for", measuring)
+    told: list[str] = []
+    tuning.calibrate_to(folders / "new" / "m.toml", RUNTIME, [small_graph()], announce=told.append)
+    assert device.load(folders / "new" / "m.toml").hash == MODEL.hash
+    assert (journals(folders), told) == ([], [])
+
+
+@pytest.mark.parametrize("measured_before", [False, True])
+def test_sigterm_is_an_interruption_that_says_what_is_kept(
+    measured_before: bool, folders: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def measuring(*_: object, journal: Journal, **__: object) -> DeviceModel:
+        if measured_before:
+            journal.kernel("a", Entry("v", "s", (1.0,)))
+            journal.round(Round(3.0, {"a": 5}))
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)  # the signal ends it at once
+        return MODEL
+
+    monkeypatch.setattr(tuning, "calibrate_for", measuring)
+    before, told = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(KeyboardInterrupt):
+        tuning.calibrate_to(folders / "m.toml", RUNTIME, [], announce=told.append)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not (folders / "m.toml").exists()
+    (said,) = told
+    assert said.startswith("interrupted; no device model was written, ")
+    assert ("the 1 kernels measured so far are kept" in said) == measured_before
+    monkeypatch.setattr(tuning, "calibrate_for", lambda *_, **__: MODEL)
+    tuning.calibrate_to(folders / "m.toml", RUNTIME, [], announce=told.append)
+    assert [line[:10] for line in told[1:]] == (["going on w"] if measured_before else [])
+    assert journals(folders) == []
+
+
+def test_a_model_that_cannot_be_written_leaves_the_journal(folders: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tuning, "calibrate_for", lambda *_, **__: MODEL)
+    (folders / "there").mkdir()
+    with pytest.raises((LayoutOptError, OSError)):
+        tuning.calibrate_to(folders / "there", RUNTIME, [])
+    assert len(journals(folders)) == 1
+
+
+def test_two_at_once_both_calibrate_and_one_is_told_that_it_keeps_nothing(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("fcntl")
+    told: list[str] = []
+
+    def measuring(*_: object, journal: Journal | None, **__: object) -> DeviceModel:
+        if journal is not None:
+            tuning.calibrate_to(folders / "second.toml", RUNTIME, [], announce=told.append)
+        return MODEL
+
+    monkeypatch.setattr(tuning, "calibrate_for", measuring)
+    tuning.calibrate_to(folders / "first.toml", RUNTIME, [], announce=told.append)
+    assert (folders / "first.toml").exists()
+    assert (folders / "second.toml").exists()
+    (said,) = told
+    assert said.startswith("another process is at the same calibration")
+    assert said.endswith("without it, nothing is kept of this calibration if it is interrupted")
