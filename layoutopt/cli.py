@@ -44,7 +44,7 @@ TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    # Read when numpy is first imported. A fit's matrices are small: on two cores threads made it take ten times as long.
+    # Read when numpy is first imported. A fit's matrices are small: two threads made it ten times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         from layoutopt.clash import check
