@@ -11,7 +11,8 @@ measurements looks better than it is. What does not fit into ``--budget`` second
 
 Printed are Kendall's tau of the predicted steps (``layoutopt/stepcost.py``) and of the solver's objective with the
 measured ratios, over all pairs and among the faster half; the tau of two halves of the measured rounds with each other,
-which is what a perfect prediction could reach; the solver's rank; and the solver's plan over the best random one.
+about what a perfect prediction would reach; how far predicted ratios to the solver's plan are off; the solver's rank;
+and the solver's plan over the best random one.
 
 The model is a zoo model as in ``benchmarks/reduced.py``. A calibration is made now, unless ``--device-model`` is given.
 ``--smoke`` runs three plans of a tiny model untimed.
@@ -93,9 +94,15 @@ def tau(a: Sequence[float], b: Sequence[float]) -> float | None:
     return round(found, 4) if np.isfinite(found) else None
 
 
-def judged(ran: Sequence[Ran]) -> dict[str, Any]:
-    """Taus and the solver's rank (1: none was measured faster) among plans that were measured."""
+def judged(ran: Sequence[Ran], solver_s: float) -> dict[str, Any]:
+    """Taus, errors, and the solver's rank (1: none was measured faster) among plans that were measured.
+
+    Args:
+        ran: the random plans.
+        solver_s: the predicted step of the solver's plan.
+    """
     measured = [r.ratio for r in ran]
+    errors = [abs(r.predicted_s / solver_s / r.ratio - 1) for r in ran]
     half = sorted(ran, key=lambda r: r.ratio)[: (len(ran) + 1) // 2]
     halves = [[r.half(k) for r in ran] for k in (0, 1)]
     return {
@@ -105,9 +112,11 @@ def judged(ran: Sequence[Ran]) -> dict[str, Any]:
         "tau_of_objective": tau([r.objective_s for r in ran], measured),
         "tau_of_objective_best_half": tau([r.objective_s for r in half], [r.ratio for r in half]),
         "tau_of_repeated_measurement": tau(*halves),
+        "ratio_median_error": median(errors),
+        "ratio_within_10": sum(e <= 0.1 for e in errors) / len(errors),
         "solver_rank": 1 + sum(x < 1 for x in measured),
-        "fastest_ratio": min(measured, default=None),
-        "slowest_ratio": max(measured, default=None),
+        "fastest_ratio": min(measured),
+        "slowest_ratio": max(measured),
     }
 
 
@@ -213,7 +222,7 @@ def decide(args: argparse.Namespace) -> dict[str, Any]:
         "kernels_measured": len(model.measurements),
         "wanted": args.n,
         "drawn": len(draws),
-        **judged(measured),
+        **judged(measured, ran[BEST].predicted_s),
         "predicted_solver_s": ran[BEST].predicted_s,
         **last,
         "rows": [{**vars(r), "ratio": r.ratio} for r in measured],
@@ -228,6 +237,10 @@ def show(found: dict[str, Any]) -> None:
     print(f"  tau of predicted steps {found['tau']}, among the faster half {found['tau_best_half']}")
     print(f"  tau of the objective {found['tau_of_objective']}, half {found['tau_of_objective_best_half']}")
     print(f"  tau of the measurement with itself {found['tau_of_repeated_measurement']}")
+    print(
+        f"  predicted ratios to the solver's plan: median error {found['ratio_median_error']:.1%}, "
+        f"{found['ratio_within_10']:.0%} within 10%"
+    )
     print(f"  the solver's plan is number {found['solver_rank']}; measured again over the best random plan:")
     print(f"  {found['solver_over_best']:.3f} (by round {middle:.3f}, {low:.3f} to {high:.3f}), {found['best_random']}")
     print(

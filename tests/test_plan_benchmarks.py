@@ -103,18 +103,20 @@ def test_quiet_steps_are_the_quickest_quarter() -> None:
 
 def test_orders_are_compared() -> None:
     plans = [ran("a", 1.0, 3.0, 3.0), ran("b", 2.0, 4.0, 4.0), ran("c", 4.0, 5.0, 5.0), ran("d", 3.0, 6.0, 6.0)]
-    found = judged(plans)
+    found = judged(plans, 0.8)
     assert found["tau"] == pytest.approx(2 / 3, abs=1e-4)  # one of six pairs is the wrong way round
     assert found["tau_best_half"] == 1.0
     assert found["tau_of_objective"] is None
     assert found["tau_of_repeated_measurement"] == 1.0
+    assert found["ratio_median_error"] == pytest.approx(0.25)  # 1.25, 2.5, 5, 3.75 for 1.5, 2, 2.5, 3
+    assert found["ratio_within_10"] == 0.0
     assert (found["solver_rank"], found["fastest_ratio"], found["slowest_ratio"]) == (1, 1.5, 3.0)
-    assert judged([*plans, ran("e", 5.0, 1.0, 1.0)])["solver_rank"] == 2
+    assert judged([*plans, ran("e", 5.0, 1.0, 1.0)], 0.8)["solver_rank"] == 2
 
 
 def test_a_measurement_that_does_not_repeat_says_so() -> None:
     plans = [ran("a", 1.0, 3.0, 6.0), ran("b", 2.0, 4.0, 5.0), ran("c", 3.0, 5.0, 4.0)]
-    assert judged(plans)["tau_of_repeated_measurement"] == -1.0
+    assert judged(plans, 1.0)["tau_of_repeated_measurement"] == -1.0
 
 
 def test_tau_of_too_little_is_none() -> None:
