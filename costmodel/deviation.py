@@ -2,9 +2,10 @@
 
 The features count what a kernel does. Two kernels with nearly the same counts are off by nearly the same factor, and no
 constant per unit can say so (how many groups a compute unit keeps at a time, what the compiler made of a loop).
-The process works in the logarithms of the features, each over its standard deviation within the family, with a
-Matérn kernel of smoothness 3/2: near a measured kernel the prediction follows it, far from all it is the fit's own.
-It gives each prediction an expected deviation too, which is small near what was measured and ``SIZE`` far from it.
+The process works in the logarithms of the features, each over its standard deviation within the family, with a rational
+quadratic kernel, 1 / (1 + d² / 2 reach²), which takes no function that is dear: a planner asks for a hundred thousand
+kernels. Near a measured kernel the prediction follows it, far from all it is the fit's own. It gives each prediction an
+expected deviation too, which is small near what was measured and ``SIZE`` far from it.
 
 Everything follows from the measurements in a device model and is worked out when first asked for.
 """
@@ -25,7 +26,7 @@ SIZE = 0.3
 """Expected deviation (logarithm) far from all that was measured."""
 NUGGET = 0.06
 """What no feature explains, even of a kernel that was measured beside it."""
-REACH = 3.0
+REACH = 2.0
 """Distance over which deviations are alike, in standard deviations of the logarithms of the features."""
 FLOOR = 0.05
 """Least standard deviation of a feature's logarithm: what hardly varied in the sample says far when it does."""
@@ -52,10 +53,12 @@ class Deviations:
 
     def __init__(self, values: np.ndarray, ratios: np.ndarray, noise: np.ndarray) -> None:
         logs = np.log1p(values)
-        self._mean = logs.mean(axis=0)
-        self._scale = sqrt(3.0) / REACH / (logs.std(axis=0) + FLOOR)
-        self._at = (logs - self._mean) * self._scale
-        self._squares = np.einsum("ij,ij->i", self._at, self._at)
+        self._scale = 1.0 / (sqrt(2.0) * REACH * (logs.std(axis=0) + FLOOR))
+        self._shift = logs.mean(axis=0) * self._scale
+        at = logs * self._scale - self._shift
+        # One over the kernel is, for a place x, 1 + |x - at|² = (1 + |at|²) - 2 at·x + |x|².
+        self._own, self._across = 1.0 + np.einsum("ij,ij->i", at, at), -2.0 * at
+        self._factors: dict[tuple[float, ...], float] = {}
         alike = self._alike(values)
         stated = NUGGET**2 + noise**2
         variance = stated.copy()
@@ -70,20 +73,27 @@ class Deviations:
 
     def _alike(self, values: np.ndarray) -> np.ndarray:
         """Covariances with the samples, [kernels, samples]."""
-        at = (np.log1p(values) - self._mean) * self._scale
+        at = np.log1p(values) * self._scale - self._shift
         squares = np.einsum("ij,ij->i", at, at)
-        far = np.sqrt(np.maximum(squares[:, None] + self._squares - 2.0 * (at @ self._at.T), 0.0))
-        return SIZE**2 * (1.0 + far) * np.exp(-far)
+        return SIZE**2 / np.maximum(squares[:, None] + self._own + at @ self._across.T, 1.0)
 
     def means(self, values: np.ndarray) -> np.ndarray:
         """Logarithm of the factor by which these kernels are expected to deviate, [kernels]."""
         return self._alike(values) @ self._weights
 
-    def mean(self, values: Sequence[float]) -> float:
-        """The same of one kernel; planners ask for many."""
-        at = (np.log1p(values) - self._mean) * self._scale
-        far = np.sqrt(np.maximum(self._squares - 2.0 * (self._at @ at) + at @ at, 0.0))
-        return SIZE**2 * float(((1.0 + far) * np.exp(-far)) @ self._weights)
+    def factor(self, values: tuple[float, ...]) -> float:
+        """What a kernel's prediction is to be multiplied by.
+
+        Rounded: linear algebra differs in its last digits between machines, and plans are checked to the nanosecond.
+        Remembered: of the kernels that a planner asks for, a third are alike.
+        """
+        known = self._factors.get(values)
+        if known is None:
+            at = np.log1p(values) * self._scale - self._shift
+            one_over = np.maximum(self._across @ at + (self._own + at @ at), 1.0)
+            known = round(exp(SIZE**2 * float((self._weights / one_over).sum())), FACTOR_DIGITS)
+            self._factors[values] = known
+        return known
 
     def scales(self, values: np.ndarray) -> np.ndarray:
         """Standard deviation expected of the logarithm of measured over predicted, [kernels]."""
@@ -111,7 +121,7 @@ class Predictor:
         self._level: dict[str, str] = {}
         self._corrected = {name for name, one in constants.items() if one.corrected}
 
-    def items(self, own: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    def items(self, own: Sequence[str], values: tuple[float, ...]) -> dict[str, float]:
         """Nanoseconds by feature; they add up to the prediction.
 
         Args:
@@ -122,8 +132,7 @@ class Predictor:
         if own[-1] in self._corrected:
             near = self.deviations(own)
             if near is not None:
-                # Linear algebra differs in its last digits between machines, and plans are checked to the nanosecond.
-                factor = round(exp(near.mean(values)), FACTOR_DIGITS)
+                factor = near.factor(values)
                 return {name: ns * factor for name, ns in parts.items()}
         return parts
 
