@@ -198,7 +198,7 @@ def calibrate(
 ) -> None:
     """Run microbenchmarks on a device and write its device model, with the error on kernels held out from the fit."""
     from costmodel.caches import describe_caches
-    from costmodel.calibrate import describe_timing
+    from costmodel.calibrate import describe_held_out, describe_timing
     from layoutopt.models import calibrated_path, find_graph
     from layoutopt.rewrites import check_storage
     from layoutopt.tuning import calibrate_to
@@ -245,14 +245,7 @@ def calibrate(
     for line in describe_timing(model):
         out(line)
     out(describe_caches(model))
-    if report is None:
-        out("held-out error: too few kernels were measured to keep any out")
-    else:
-        out(
-            f"held-out error over {report.kernels} kernels: median {report.median_error:.0%}, 90th percentile "
-            f"{report.p90_error:.0%}, within 10% {report.within_10:.0%}, within 20% {report.within_20:.0%}, "
-            f"Kendall tau {report.tau:.2f}"
-        )
+    out(describe_held_out(report))
     out(f"wrote {path}")
 
 
