@@ -617,9 +617,12 @@ def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:
 
 
 def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa: ANN001
+    from layoutopt.intervals import plan_intervals
     from layoutopt.stepcost import predict_step
 
     measured = sum(o.cost.measured for o in plan.ops)
+    sure = plan_intervals(plan, graph, model)
+    ends = {"kernels_low_s": sum(s.low_ns for s in sure), "kernels_high_s": sum(s.high_ns for s in sure)}
     return {
         "graph": plan.graph_name,
         "device": plan.device_name,
@@ -634,7 +637,7 @@ def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa
         "relayout_bytes": sum(r.bytes_moved for r in plan.relayouts),
         "arena_bytes": plan.arena_bytes,
         "predicted_step_s": predict_step(plan, graph, model).step_s,
-    }
+    } | {key: ns * 1e-9 for key, ns in ends.items() if any(s.known for s in sure)}
 
 
 def _cell(key: str, value: object) -> str:

@@ -33,6 +33,7 @@ FACE = {
         "example",
         "facade",
         "finetune",
+        "intervals",
         "models",
         "phone",
         "planner",
