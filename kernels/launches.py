@@ -169,7 +169,8 @@ class Launches:
                 call = self.runtime.kernel(source, launch.entry, label)
                 if by_place:
                     slots = [self.slots[self.steps[m].slots[p]] for m in members for _, p in launch.operands]
-                    call.set_args(self.arena, self._table(np.array([s.offset_bytes for s in slots], np.uint64)))
+                    places = self._table(np.array([s.offset_bytes for s in slots], np.uint64))
+                    call.set_args(*[self.arena] * len(launch.operands), places)
                     calls.append((call, *stacked_size(launch, len(members))))
                 else:
                     buffers = [self.regions[name] for name in first.slots]

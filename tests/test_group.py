@@ -83,4 +83,6 @@ def test_every_kernel_can_be_stacked(name: str, limits: DeviceLimits) -> None:
     for kernel in kernels.values():
         for launch in kernel.launches:
             source = stacked_source(program_source(kernel, launch), launch)
-            assert f"{launch.entry}(__global uchar *arena_, __global const ulong *table_)" in source
+            assert source.count("__global const ulong *table_") == 1
+            for position, (operand, _) in enumerate(launch.operands):
+                assert f"{operand} = (__global void *)((__global uchar *){operand} + places_[{position}]);" in source
