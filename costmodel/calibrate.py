@@ -51,11 +51,11 @@ __all__ = [
 
 BATCH = 40
 SMALLEST_ARENA_BYTES = 4 << 20
-SHARE_AGAIN = 0.1
+SHARE_AGAIN = 0.06
 """Share of the time spent that rounds over what is not tight yet may take while kernels are still being added."""
 SHARE_POOL = 0.12
 """Share of the budget that listing the kernels to choose from may take."""
-SHARE_LAST = 0.12
+SHARE_LAST = 0.08
 """Share kept for the rounds at the end."""
 SHARE_SPARE = 0.05
 """With more than this share left when all is tight, more kernels are measured."""

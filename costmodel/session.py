@@ -142,7 +142,8 @@ class Session:
             self._each_s += 0.5 * ((self._clock() - begin) / len(chunk) - self._each_s)
             self._prepared |= new
             ready |= new
-            self._round(list(new))  # at once: what is not timed yet is lost with an interruption
+            # At once: what is not timed yet is lost with an interruption.
+            self._round(list(new), refill=False)
         self._round(list(ready))
         return len(batch) - len(waiting)
 
@@ -195,7 +196,7 @@ class Session:
             taken = self._clock() - judged
             if number and taken > min(judged - begin, (left_s - (judged - begin)) * number / (number + 1) / MARGIN):
                 break
-            self._round(chosen)
+            self._round(chosen, refill=not number)
         return bool(chosen)
 
     def _next(self, left_s: float) -> list[str]:
@@ -210,15 +211,19 @@ class Session:
             chosen.add(key)
         return [key for key in self._prepared if key in chosen]
 
-    def _round(self, keys: Sequence[str]) -> None:
-        """Time kernels once, in segments with anchors in each; every second round runs backwards."""
+    def _round(self, keys: Sequence[str], refill: bool = True) -> None:
+        """Time kernels once, in segments with anchors in each; every second round runs backwards.
+
+        What is written is filled with random numbers first, or was lately: that may take longer than the kernels, and
+        those that update their operands may do so a few times over.
+        """
         order = list(keys)[::-1] if self._backwards else list(keys)
         self._backwards = not self._backwards
         size = SEGMENT[self._kind]
         for first in range(0, len(order), size):
             segment = {key: self._prepared[key] for key in order[first : first + size]}
             begin = self._clock()
-            times = self._bench.round(self._anchors | segment, refill=not first)
+            times = self._bench.round(self._anchors | segment, refill=refill and not first)
             end = self._clock()
             done = Round(
                 round(end - self._begin_s, 3),
@@ -229,7 +234,7 @@ class Session:
             self._rounds.append(done)
             if self._journal:
                 self._journal.round(done)
-            if not first:  # the first segment's overhead is that of a round
+            if refill and not first:  # the first segment's overhead is that of a round
                 self._round_s = max(end - begin - sum(times.values()) / 1e9, self._round_s / 2)
 
     def _kernel_s(self, key: str) -> float:
