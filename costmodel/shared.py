@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
+from costmodel.features import FEATURES, LAUNCH, features
 from costmodel.model import CostModel
 from kernels.spec import Kernel
 
@@ -56,7 +57,13 @@ def busy_units(groups: int, units: int) -> float:
 
 
 def _start_ns(costs: CostModel, kernel: Kernel, alone_ns: float) -> float:
-    """The part of a kernel's time that a launch takes whatever it does, as fitted; no more than the least kernel's."""
+    """The part of a kernel's time that a launch takes whatever it does: the fit's share of it in its own prediction."""
     constants = costs.model.constants.get(costs.fitted_by(kernel))
-    each = constants.ns_per.get("launches", 0.0) if constants else 0.0
-    return min(each * len(kernel.launches), alone_ns)
+    cost = costs.predict(kernel)
+    gap_ns = costs.model.number("launch_s") * 1e9 * len(kernel.launches)
+    if constants is None or cost.total_ns <= gap_ns:
+        return 0.0
+    counts = dict(zip(FEATURES, features(kernel, costs.machine), strict=True))
+    parts = {name: constants.ns_per.get(name, 0.0) * counts[name] for name in LAUNCH}
+    of_launch = parts["launches"] / (sum(parts.values()) or 1.0)
+    return alone_ns * of_launch * min((cost.launch_ns - gap_ns) / (cost.total_ns - gap_ns), 1.0)

@@ -94,13 +94,13 @@ def kernel_with(costs: CostModel, groups: tuple[int, int]) -> Kernel:
     return next(k for k in kernels if len(k.launches) == 1 and groups[0] <= k.launches[0].nest.groups <= groups[1])
 
 
-def fitted(units: int, launch_ns: float) -> CostModel:
-    constants = {"all": FamilyFit({"launches": launch_ns, "trips": 1.0}, 9, 0.0)}
+def fitted(units: int, **ns_per: float) -> CostModel:
+    constants = {"all": FamilyFit(ns_per, 9, 0.0)}
     return CostModel(replace(model_of(DeviceLimits(compute_units=units)), constants=constants))
 
 
 def test_small_kernels_are_as_fast_together_as_one_of_them() -> None:
-    costs = fitted(1000, 400.0)
+    costs = fitted(1000, launches=400.0, trips=1.0)
     kernel = kernel_with(costs, (1, 100))
     groups = kernel.launches[0].nest.groups
     assert stacked_ns(costs, kernel, 5000.0, 1000 // groups) == pytest.approx(5000.0)
@@ -108,14 +108,23 @@ def test_small_kernels_are_as_fast_together_as_one_of_them() -> None:
 
 
 def test_kernels_that_fill_the_device_take_their_work_and_start_once() -> None:
-    costs = fitted(1, 400.0)
+    costs = fitted(1, launches=400.0, groups=3.0, trips=1.0)
     kernel = kernel_with(costs, (1, 1 << 30))
-    assert stacked_ns(costs, kernel, 5000.0, 3) == pytest.approx(400.0 + 3 * 4600.0)
-    assert merged_ns(costs, [kernel, kernel], [5000.0, 3000.0], 7) == pytest.approx(400.0 + 4600.0 + 2600.0)
+    start = 400.0 / (costs.predict(kernel).total_ns - LAUNCH_NS)
+    assert 0.001 < start < 0.9
+    assert stacked_ns(costs, kernel, 5000.0, 3) == pytest.approx(5000.0 * (start + 3 * (1 - start)))
+    together = merged_ns(costs, [kernel, kernel], [5000.0, 3000.0], 7)
+    assert together == pytest.approx(5000.0 + 3000.0 * (1 - start))
 
 
-def test_a_kernel_is_never_all_start() -> None:
-    costs = fitted(1, 9000.0)
+def test_without_a_fit_all_is_work() -> None:
+    costs = CostModel(model_of(DeviceLimits(compute_units=1)))
+    kernel = kernel_with(costs, (1, 1 << 30))
+    assert stacked_ns(costs, kernel, 5000.0, 3) == pytest.approx(15_000.0)
+
+
+def test_launches_alone_cost_no_more_together() -> None:
+    costs = fitted(1, launches=400.0)
     kernel = kernel_with(costs, (1, 1 << 30))
     assert stacked_ns(costs, kernel, 5000.0, 3) == pytest.approx(5000.0)
     assert merged_ns(costs, [kernel, kernel], [5000.0, 3000.0], 7) == pytest.approx(5000.0)
