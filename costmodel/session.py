@@ -131,7 +131,7 @@ class Session:
         ready: dict[str, Prepared] = {}
         waiting = list(batch)
         while waiting:
-            spare_s = left_s() - max(kept_s, self.missing_s(ready))
+            spare_s = left_s() - max(kept_s, self.missing_s(len(ready) + LEAST_TOGETHER))
             together = min(max(int(CHUNK_S / self._each_s), LEAST_TOGETHER), MOST_TOGETHER)
             count = min(together, int(spare_s / (MARGIN * self._each_s)))
             if count < 1:
@@ -142,8 +142,8 @@ class Session:
             self._each_s += 0.5 * ((self._clock() - begin) / len(chunk) - self._each_s)
             self._prepared |= new
             ready |= new
-            # At once: what is not timed yet is lost with an interruption.
-            self._round(list(new), refill=False)
+            # At once: what is not timed yet is lost with an interruption. The first time tells what a round takes.
+            self._round(list(new), refill=not self._round_s)
         self._round(list(ready))
         return len(batch) - len(waiting)
 
@@ -291,15 +291,15 @@ class Session:
             "from order statistics)"
         )
 
-    def missing_s(self, extra: Sequence[str] | Mapping[str, Prepared] = ()) -> float:
-        """Seconds of the rounds that are missing until every kernel has its least number of repetitions."""
+    def missing_s(self, extra: int = 0) -> float:
+        """Seconds of the rounds that are missing until every kernel, and some more, has its least repetitions."""
         settled = self.settled()
         lacking = {key: LEAST_ROUNDS - settled[key].repetitions for key in self._prepared if key in settled}
         lacking = {key: count for key, count in lacking.items() if count > 0}
         typical_s = sum(s.ns for s in settled.values()) / 1e9 / max(len(settled), 1)
         rounds = LEAST_ROUNDS if extra else max(lacking.values(), default=0)
         seconds = sum(count * self._kernel_s(key) for key, count in lacking.items())
-        return MARGIN * (seconds + len(extra) * LEAST_ROUNDS * typical_s + rounds * self._round_s)
+        return MARGIN * (seconds + extra * LEAST_ROUNDS * typical_s + rounds * self._round_s)
 
     def drift(self) -> Drift:
         """How the device's speed moved."""
