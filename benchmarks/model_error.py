@@ -8,10 +8,10 @@ tau over all kernels and among those of one operation, and the share of kernels 
 together in a part makes the test easier or harder:
 
 - *kernels*: each by itself, as a calibration's own held-out fifth. Others of its operation are in the sample.
-- *operations*, *shapes*, *layouts*: all kernels of one operation; of one tuple of shapes, whatever is computed; or
-  whose operands lie in the same layouts.
-- *unseen*: shapes, and what has a layout tuple of the part is left out of the sample too: neither kernel, shape nor
-  layouts were seen.
+- *operations*: all kernels of one operation.
+- *layouts*: all whose operands lie in the same layouts.
+- *shapes*: all of one tuple of shapes, whatever is computed. As layouts have extents, neither kernel, shapes nor layouts
+  were in the sample then.
 
 Then what each part of the model is worth, over *kernels* and *operations*: the corrections left out, each group of
 features dropped, half and a quarter of the sample. And the errors family by family. A file that is older than the
@@ -66,21 +66,12 @@ SPLITS: dict[str, Callable[[Measurement], str]] = {
     "operations": lambda m: m.spec,
     "shapes": lambda m: shapes_of(m.spec),
     "layouts": lambda m: m.layouts,
-    "unseen": lambda m: shapes_of(m.spec),
 }
 
 
 def part_of(key: str, folds: int) -> int:
     """Which part a group of kernels goes to: by its name alone."""
     return crc32(key.encode()) % folds
-
-
-def samples_for(split: str, everything: Sequence[Measurement], test: Sequence[Measurement]) -> list[Measurement]:
-    """What may be learnt from to predict ``test``."""
-    key = SPLITS[split]
-    out = {key(m) for m in test}
-    layouts = {m.layouts for m in test} if split == "unseen" else set()
-    return [m for m in everything if key(m) not in out and m.layouts not in layouts]
 
 
 def without_corrections(
@@ -118,7 +109,7 @@ def cross_judged(
     sizes = []
     for part in range(folds):
         test = [m for m in measurements if part_of(key(m), folds) == part]
-        train = samples_for(split, measurements, test)
+        train = [m for m in measurements if part_of(key(m), folds) != part]
         train = [m for m in train if crc32(b"share" + SPLITS["kernels"](m).encode()) % 1000 < 1000 * share]
         if not test:
             continue
@@ -149,7 +140,7 @@ def dropped(
 def study(model: DeviceModel, folds: int, ablation: bool) -> dict[str, Any]:
     """Everything about one device model, as a record."""
     measurements, names = list(model.measurements.values()), model.features
-    splits = [s for s in SPLITS if s not in ("layouts", "unseen") or all(m.layouts for m in measurements)]
+    splits = [s for s in SPLITS if s != "layouts" or all(m.layouts for m in measurements)]
     whole = {split: cross_judged(measurements, names, split, folds) for split in splits}
     out: dict[str, Any] = {
         "device": model.name,
