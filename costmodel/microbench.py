@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,11 +89,17 @@ def probes(runtime: Runtime, rounds: int = 7) -> dict[str, Probe]:
     return out
 
 
-def launch_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
+def launch_probe(runtime: Runtime, rounds: int = 7) -> Probe:
     """What a launch adds to a stream of launches on the device, beyond the time that its events show.
 
-    The host is given a start: a kernel that takes milliseconds goes before the stream, so that the device never waits
-    for the next launch. What the host takes to launch is another thing (``host_probe``).
+    What the host takes to launch is another thing (``host_probe``).
+    """
+    return (_gaps_of_nothing if runtime.limits.kind == "gpu" else _gaps_of_work)(runtime, rounds)
+
+
+def _gaps_of_nothing(runtime: Runtime, rounds: int, batch: int = 200) -> Probe:
+    """Between empty kernels. The host is given a start: a kernel that takes milliseconds goes before the stream, so
+    that the device never waits for the next launch.
     """
     empty, busy = (_kernel(runtime, name) for name in ("empty", "fma_peak"))
     target = runtime.allocate(1 << 20)
@@ -107,6 +115,26 @@ def launch_probe(runtime: Runtime, rounds: int = 7, batch: int = 200) -> Probe:
         if number:  # the first round compiles
             times.append(max(int((events[-1].profile.end - first.profile.end - inside) / batch), 1))
     what = f"between {batch} empty kernels in a stream that the device does not wait for"
+    return Probe(what, 1.0, "launches", tuple(times))
+
+
+def _gaps_of_work(runtime: Runtime, rounds: int, batch: int = 64, kernels: int = 16) -> Probe:
+    """Between kernels that copy: on a CPU the driver's own code and data are among what kernels drive out of caches."""
+    each, copied_bytes = 8 * runtime.limits.compute_units, 1 << 20
+    buffers = runtime.allocate(kernels * copied_bytes), runtime.allocate(kernels * copied_bytes)
+    # Held here: a kernel does not keep its arguments alive.
+    pairs = [[runtime.region(b, n * copied_bytes, copied_bytes) for b in buffers] for n in range(kernels)]
+    calls = [(_kernel(runtime, "copy"), (each,), (1,)) for _ in pairs]
+    for (copy, *_), pair in zip(calls, pairs, strict=True):
+        copy.set_args(*pair, _int(copied_bytes // 4 // each))
+    times = []
+    for number in range(rounds + 1):
+        events = [runtime.launch_timed(*calls[i % kernels]) for i in range(batch)]
+        events[-1].wait()
+        gaps = (after.profile.start - before.profile.end for before, after in pairwise(events))
+        if number:
+            times.append(max(int(median(gaps)), 1))
+    what = f"from the end of a kernel that copies 1 MiB to the start of the next, median of {batch} in a stream"
     return Probe(what, 1.0, "launches", tuple(times))
 
 
