@@ -10,8 +10,8 @@ together in a part makes the test easier or harder:
 - *kernels*: each by itself, as a calibration's own held-out fifth. Others of its operation are in the sample.
 - *operations*: all kernels of one operation.
 - *layouts*: all whose operands lie in the same layouts.
-- *shapes*: all of one tuple of shapes, whatever is computed. As layouts have extents, neither kernel, shapes nor layouts
-  were in the sample then.
+- *shapes*: all of one tuple of shapes, whatever is computed. As layouts have extents, neither kernel, shapes nor
+  layouts were in the sample then.
 
 Then what each part of the model is worth, over *kernels* and *operations*: the corrections left out, each group of
 features dropped, half and a quarter of the sample. And the errors family by family. A file that is older than the
