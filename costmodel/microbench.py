@@ -118,7 +118,7 @@ def _gaps_of_nothing(runtime: Runtime, rounds: int, batch: int = 200) -> Probe:
     return Probe(what, 1.0, "launches", tuple(times))
 
 
-def _gaps_of_work(runtime: Runtime, rounds: int, batch: int = 64, kernels: int = 16) -> Probe:
+def _gaps_of_work(runtime: Runtime, rounds: int, batch: int = 32, kernels: int = 16) -> Probe:
     """Between kernels that copy: on a CPU the driver's own code and data are among what kernels drive out of caches."""
     each, copied_bytes = 8 * runtime.limits.compute_units, 1 << 20
     buffers = runtime.allocate(kernels * copied_bytes), runtime.allocate(kernels * copied_bytes)
