@@ -172,7 +172,7 @@ def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:
 def _candidates(
     graph: TrainingGraph, rewrites: Sequence[str] | None, storage: str, keep: Sequence[str], smaller: bool
 ) -> list[TrainingGraph]:
-    """The rewritten graphs to plan; with gradients, or as captured, where what must stay readable would be gone else."""
+    """The rewritten graphs to plan: with gradients, or as captured, where what must stay readable were gone else."""
     for gradients in (False, True):
         out = alternatives(graph, rewrites, storage, smaller=smaller, gradients=gradients)
         readable = [candidate for candidate in out if not _lost(candidate, keep)]
