@@ -39,8 +39,10 @@ RESOLUTION_NS = 150
 
 QUIET_SHARE = 0.1
 """A kernel's quiet time, which slowness is measured by, is this quantile of its times: the least of ten or fewer."""
-QUIETEST_SHARE = 0.05
-"""The quietest round is this quantile of them: where fewer are quieter, that was their luck."""
+QUIETEST_SHARE = 0.25
+"""The quiet rounds begin at this quantile of them. Where fewer are quieter, some kernels have such a repetition and
+others none: by these alone, times would be of different devices. (Of 285 kernels timed beside other work, the error on
+those held out was 25% so, and 9% with plain medians.)"""
 
 
 @dataclass(frozen=True)
