@@ -11,6 +11,7 @@ The first row is one scalar kernel an op over row-major tensors. Then come, each
 - *epilogues*: pointwise work at a contraction's store;
 - *attention*: one op forward, one backward, no probabilities kept;
 - *order*: equal steps beside each other, updates as soon as they can run;
+- *updates at gradients*: a weight is updated where its gradient is made;
 - *shared launches*: equal steps in one launch;
 - *float16 storage*: large tensors lie in memory as halves.
 
@@ -89,7 +90,8 @@ LADDER = (
     Rung("epilogues", (), "ilp", ("epilogue",)),
     Rung("attention", (), "ilp", ("attention", "epilogue")),
     Rung("order", (), "ilp", ("attention", "epilogue", "neighbours", "updates")),
-    Rung("shared launches", (), "ilp", ("attention", "epilogue", "neighbours", "updates"), share=True),
+    Rung("updates at gradients", (), "ilp", ("attention", "epilogue", "neighbours", "apply", "updates")),
+    Rung("shared launches", (), "ilp", ("attention", "epilogue", "neighbours", "apply", "updates"), share=True),
     Rung("float16 storage", (), "ilp", ("attention", "epilogue", "neighbours", "updates", "half"), True, 1e-2),
 )
 
