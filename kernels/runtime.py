@@ -1,4 +1,4 @@
-"""The OpenCL runtime: devices, programs, buffers, queues. The rest of the product never sees pyopencl.
+"""The OpenCL runtime: programs, buffers, queues on a device. The rest of the product never sees pyopencl.
 
 pyopencl is imported on first use, so that planning and simulating work where no OpenCL is installed. Programs are
 cached in memory by (source, options) and on disk by the driver (PoCL, NVIDIA, …), or by pyopencl where it has none.
@@ -9,20 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from platformdirs import user_cache_path
 
 from kernels.builders import LEAST_SOURCES, Builders, worker_count
-from kernels.devices import DeviceInfo, choose
+from kernels.devices import DeviceInfo
+from kernels.discovery import cache_dir, devices, first_line, no_device_reason, pick
 from kernels.merge import mergeable, merged, section_suffix
-from kernels.pocl import name_generic_cpu
 from kernels.spec import DeviceLimits, Kernel, Launch
 from layoutopt.errors import DeviceError
 from layoutopt.graph import DTYPES
@@ -36,168 +33,11 @@ BUILD_OPTIONS = "-cl-std=CL1.2 -cl-mad-enable"
 _SECTIONS = 64
 """Sources in one program of ``prepare``: few enough that a change of one does not build everything again."""
 
-_TEXTURE_CACHE_VENDORS = frozenset(("qualcomm", "arm"))
-"""Makers of GPUs in which images pass a cache that buffers do not. Elsewhere both take one way, or nobody has shown
-that images are faster: kernels that read through them would be more to plan and to measure."""
-
 _NVIDIA = "nvidia"
 """Maker of drivers that compile one program at a time in a process, and whose launches look through a buffer's regions
 (seen on 580.159)."""
 
-DEVICE_ENV = "LAYOUTOPT_DEVICE"
 DUMP_ENV = "LAYOUTOPT_DUMP"
-
-
-# ---- finding devices ------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def _discover() -> tuple[tuple[DeviceInfo, ...], str]:
-    try:
-        _prepare_environment()
-        import pyopencl as cl
-    except ImportError as error:
-        return (), f"pyopencl cannot be imported ({error}); install it with `pip install pyopencl`"
-    try:
-        platforms = cl.get_platforms()
-    except cl.Error as error:
-        return (), (
-            f"the OpenCL loader found no driver ({_first_line(error)}); install the one of your GPU, "
-            "or a CPU driver with `pip install pocl-binary-distribution`"
-        )
-    found: list[DeviceInfo] = []
-    problems: list[str] = []
-    for platform in platforms:
-        try:
-            handles = platform.get_devices()
-        except cl.Error as error:
-            problems.append(f"{platform.name}: {_first_line(error)}")
-            continue
-        if not handles:
-            problems.append(f"{platform.name} {platform.version} lists no device")
-        found += [_describe(cl, platform, handle, len(found) + i) for i, handle in enumerate(handles)]
-    reason = "" if found else "; ".join(problems) or "the OpenCL loader lists no platform"
-    return tuple(found), reason
-
-
-def devices() -> list[DeviceInfo]:
-    """Every OpenCL device of every driver; empty where there is none (``no_device_reason`` says why)."""
-    return list(_discover()[0])
-
-
-def no_device_reason() -> str:
-    """Why ``devices()`` is empty, with the way out; empty where it is not."""
-    return _discover()[1]
-
-
-def pick(selector: str | None = None) -> DeviceInfo:
-    """One device.
-
-    Args:
-        selector: an index, or a part of "platform version | device name" in any case. By default the environment's
-            LAYOUTOPT_DEVICE, else the first GPU, else the newest PoCL, else the first device.
-
-    Raises:
-        DeviceError: there is no device, none matches, or several do.
-    """
-    found = devices()
-    if not found:
-        raise DeviceError(f"no OpenCL device: {no_device_reason()}")
-    return choose(found, selector if selector is not None else os.environ.get(DEVICE_ENV, ""))
-
-
-def _describe(cl: Any, platform: Any, device: Any, index: int) -> DeviceInfo:
-    cpu = bool(device.type & cl.device_type.CPU)
-    flags = device.single_fp_config
-    bits = cl.device_fp_config
-    named = name_generic_cpu(device.int_ptr, platform.version)
-    images = bool(device.image_support)
-    image_texels = _optional(device, "image_max_buffer_size") if images else 0
-    return DeviceInfo(
-        index=index,
-        platform=platform.name.strip(),
-        platform_version=" ".join(platform.version.split()),
-        vendor=platform.vendor.strip(),
-        name=device.name.strip(),
-        version=device.version.strip(),
-        driver=device.driver_version.strip(),
-        clc_version=device.opencl_c_version.strip(),
-        limits=DeviceLimits(
-            kind="cpu" if cpu else "gpu",
-            compute_units=device.max_compute_units,
-            max_work_group_size=device.max_work_group_size,
-            local_mem_bytes=device.local_mem_size,
-            global_mem_bytes=device.global_mem_size,
-            max_alloc_bytes=device.max_mem_alloc_size,
-            base_align_bytes=max(device.mem_base_addr_align // 8, 1),
-            simd_width=max(device.native_vector_width_float, 1) if cpu else 32,
-            image_support=images,
-            image_max_width=device.image2d_max_width if images else 0,
-            image_max_height=device.image2d_max_height if images else 0,
-            image_max_buffer_texels=image_texels if _has_texture_cache(platform, device) else 0,
-        ),
-        denormals=bool(flags & bits.DENORM),
-        inf_nan=bool(flags & bits.INF_NAN),
-        fma=bool(flags & bits.FMA),
-        image_max_array=_optional(device, "image_max_array_size"),
-        image_max_buffer_texels=image_texels,
-        timer_resolution_ns=device.profiling_timer_resolution,
-        note=f"PoCL's LLVM does not know this processor; it compiles for {named}" if named else "",
-        handle=device,
-    )
-
-
-def _has_texture_cache(platform: Any, device: Any) -> bool:
-    words = f"{platform.vendor} {device.vendor}".casefold().replace("(", " ").split()
-    return not _TEXTURE_CACHE_VENDORS.isdisjoint(words)
-
-
-def _optional(device: Any, key: str) -> int:
-    """A limit that drivers before OpenCL 1.2 do not report."""
-    try:
-        return int(getattr(device, key))
-    except (AttributeError, RuntimeError):  # pyopencl's errors derive from RuntimeError
-        return 0
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
-# ---- caches on disk -------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1)
-def cache_dir() -> Path:
-    """Where compiled programs may be kept: the user's cache, or the temporary directory where that is not writable."""
-    preferred = user_cache_path("layoutopt") / "opencl"
-    fallback = Path(tempfile.gettempdir()) / f"layoutopt-opencl-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
-    for path in (preferred, fallback):
-        if _writable(path):
-            return path
-    return Path(tempfile.mkdtemp(prefix="layoutopt-opencl-"))
-
-
-def _writable(path: Path) -> bool:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return True
-    except OSError:
-        return False
-
-
-def _prepare_environment() -> None:
-    """Where the user's cache cannot be written, pyopencl's import fails and PoCL lists no device: keep both away.
-
-    Called before pyopencl is first imported; what the user set is left alone.
-    """
-    if not _writable(user_cache_path("layoutopt")):
-        os.environ.setdefault("PYOPENCL_NO_CACHE", "1")
-        os.environ.setdefault("POCL_CACHE_DIR", str(cache_dir()))
-
-
-# ---- running --------------------------------------------------------------------------------------------------------
 
 
 class Runtime:
@@ -223,7 +63,7 @@ class Runtime:
             self.context = cl.Context([self.info.handle])
             self.queue = self._queue(profiling)
         except cl.Error as error:
-            raise DeviceError(f"device {self.info.label} refuses a context: {_first_line(error)}") from error
+            raise DeviceError(f"device {self.info.label} refuses a context: {first_line(error)}") from error
         self._profiling: Any = self.queue if profiling else None
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
@@ -324,7 +164,7 @@ class Runtime:
             if suffix:  # a name that ``merged`` could not see
                 self._build(source, label, alone=True)
                 return self.kernel(source, entry, label)
-            raise DeviceError(f"kernel {label} has no entry {entry!r}: {_first_line(error)}") from error
+            raise DeviceError(f"kernel {label} has no entry {entry!r}: {first_line(error)}") from error
 
     def forget(self) -> None:
         """Drop the programs built so far; kernels made of them stay as they are."""
@@ -373,7 +213,7 @@ class Runtime:
         except (self._cl.Error, MemoryError) as error:
             raise DeviceError(
                 f"device {self.info.label} refuses a buffer of {size_bytes} bytes "
-                f"(largest single buffer {self.limits.max_alloc_bytes}): {_first_line(error)}"
+                f"(largest single buffer {self.limits.max_alloc_bytes}): {first_line(error)}"
             ) from error
 
     def constant(self, values: np.ndarray) -> Any:
@@ -478,7 +318,7 @@ class Runtime:
     def _no_image(self, texels: int, error: Exception) -> DeviceError:
         return DeviceError(
             f"device {self.info.label} refuses an image of {texels} texels over a buffer (at most "
-            f"{self.info.image_max_buffer_texels}): {_first_line(error)}; plan for this device"
+            f"{self.info.image_max_buffer_texels}): {first_line(error)}; plan for this device"
         )
 
     # ---- launches ---------------------------------------------------------------------------------------------------
@@ -496,7 +336,7 @@ class Runtime:
                 launch(queue, kernel, global_size, local_size)
         except self._cl.Error as error:
             name = kernel.function_name if kernel is not None else "?"
-            raise DeviceError(f"device {self.info.label} refuses to launch {name}: {_first_line(error)}") from error
+            raise DeviceError(f"device {self.info.label} refuses to launch {name}: {first_line(error)}") from error
 
     def launch_timed(self, kernel: Any, global_size: tuple[int, ...], local_size: tuple[int, ...]) -> Any:
         """Launch on the profiling queue; the event's ``profile.start`` and ``profile.end`` are nanoseconds."""

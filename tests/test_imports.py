@@ -51,7 +51,7 @@ FACE = {
     )
 }
 TORCH = {f"layoutopt.{m}" for m in ("capture", "capture_open", "modes", "zoo", "zoo_models")}
-PYOPENCL = {"kernels.runtime", "kernels.testing"}
+PYOPENCL = {"kernels.discovery", "kernels.runtime", "kernels.testing"}
 
 
 class Import(NamedTuple):

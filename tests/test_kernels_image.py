@@ -19,11 +19,12 @@ from costmodel.model import CostModel
 from costmodel.runner import Bench
 from kernels import reference
 from kernels.bind import bind
+from kernels.discovery import _has_texture_cache
 from kernels.execute import Executor
 from kernels.families.contraction import CONTRACTION
 from kernels.families.contraction_image import image_variants, in_texels
 from kernels.group import alike_steps
-from kernels.runtime import Runtime, _has_texture_cache, devices
+from kernels.runtime import Runtime, devices
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, OpSpec
 from kernels.testing import BoundKernel, check_kernels

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels import runtime
+from kernels import discovery, runtime
 from kernels.runtime import Runtime, devices, pick
 from layoutopt.errors import DeviceError
 
@@ -156,7 +156,7 @@ def test_pick_prefers_gpu_then_newest_pocl(monkeypatch: pytest.MonkeyPatch) -> N
         replace(base, index=2, platform_version="OpenCL 3.0 Other CPU driver 17"),
     ]
     made = [replace(d, limits=replace(d.limits, kind="cpu")) for d in made]
-    monkeypatch.setattr(runtime, "devices", lambda: made)
+    monkeypatch.setattr(discovery, "devices", lambda: made)
     assert pick().index == 1
     made[1] = replace(made[1], platform_version="OpenCL 3.0 PoCL 3.0 Linux")
     assert pick().index == 1
@@ -173,7 +173,7 @@ def test_pick_says_what_there_is() -> None:
 
 def test_ambiguous_selector(monkeypatch: pytest.MonkeyPatch) -> None:
     base = devices()[0]
-    monkeypatch.setattr(runtime, "devices", lambda: [base, replace(base, index=1)])
+    monkeypatch.setattr(discovery, "devices", lambda: [base, replace(base, index=1)])
     with pytest.raises(DeviceError, match=r"ambiguous: it matches 0: .*; 1: "):
         pick(base.platform[:6])
 
