@@ -144,6 +144,7 @@ class FamilyFit:
         median_error: median absolute percentage error on those same kernels (the residual, not a test).
         spread_90: nine in ten left-out kernels were off (logarithm) by at most so many times the deviation expected of
             them (``costmodel/deviation.py``); 0: not known.
+        error_90: nine in ten left-out kernels were off (logarithm) by at most this; 0: not known.
         corrected: of a family: its predictions are corrected by what similar kernels deviated.
     """
 
@@ -151,6 +152,7 @@ class FamilyFit:
     samples: int
     median_error: float
     spread_90: float = 0.0
+    error_90: float = 0.0
     corrected: bool = False
 
 
@@ -236,7 +238,7 @@ class DeviceModel:
         # Models made before there were these entries keep their hash.
         _drop_unset(content["limits"], ("image_max_buffer_texels",))
         for fitted in content["constants"].values():
-            _drop_unset(fitted, ("spread_90", "corrected"))
+            _drop_unset(fitted, ("spread_90", "error_90", "corrected"))
         for taken in content["measurements"].values():
             _drop_unset(taken, ("layouts",))
         _drop_unset(content["held_out"] or {}, ("covered_90", "half_width_90"))

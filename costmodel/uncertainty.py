@@ -58,17 +58,23 @@ def with_uncertainty(
     families = np.array([o[-1] for o in own])
     ways = _left_out(ordered, names)
     chosen: dict[str, int] = {}
-    scores = np.zeros(len(ordered))
+    scores, missed = np.zeros(len(ordered)), np.zeros(len(ordered))
     for family in sorted(set(families.tolist())):
         rows = np.flatnonzero(families == family)
         way = chosen[family] = _best([errors[rows] for errors, _ in ways]) if len(rows) >= LEAST_SAMPLES else 0
         errors, scales = ways[way]
-        scores[rows] = np.abs(errors[rows]) / scales[rows]
+        missed[rows] = np.abs(errors[rows])
+        scores[rows] = missed[rows] / scales[rows]
     kept = {key: one for key, one in constants.items() if key == family_of(key) or not _coarse(chosen, key)}
-    spreads = _spreads(scores, own)
+    spreads, off = _spreads(scores, own), _spreads(missed, own)
     corrected = {family for family, way in chosen.items() if _WAYS[way][0]}
     return {
-        key: replace(one, spread_90=spreads.get(key, _coarser(spreads, key)), corrected=key in corrected)
+        key: replace(
+            one,
+            spread_90=spreads.get(key, _coarser(spreads, key)),
+            error_90=off.get(key, _coarser(off, key)),
+            corrected=key in corrected,
+        )
         for key, one in kept.items()
     }
 

@@ -271,3 +271,23 @@ def test_the_report_survives_the_file(tmp_path):
     kept = replace(calibrated([copy_kernel(8, 64)] * 1, [9]), held_out=report)
     device.save(kept, tmp_path / "m.toml")
     assert device.load(tmp_path / "m.toml").held_out == report
+
+
+def test_what_was_not_measured_has_to_promise_more():
+    kernels = [copy_kernel(m, n) for m, n in SIZES]
+    model = calibrated(kernels, [5000 + m * n for m, n in SIZES])
+    constants = {key: replace(one, error_90=0.329 if key == "all" else 0.1645) for key, one in model.constants.items()}
+    model = replace(model, constants=constants)
+    plain, careful, twice = (CostModel(model, caution=c) for c in (0.0, 1.0, 2.0))
+    other = copy_kernel(70, 96)
+    inside = [m.predict(other).total_ns - 20000 for m in (plain, careful, twice)]  # the launch is known
+    ratio = inside[1] / inside[0]
+    assert careful.fitted_by(other) != "all"
+    assert ratio == pytest.approx(np.exp(0.1), rel=1e-3)  # a standard deviation of its own level
+    assert inside[2] / inside[0] == pytest.approx(ratio**2, rel=1e-3)
+    cost = careful.predict(other)
+    assert cost.total_ns == pytest.approx(cost.compute_ns + cost.memory_ns + cost.launch_ns)
+    assert careful.predict(kernels[0]) == plain.predict(kernels[0])
+    assert careful.predict(kernels[0]).measured
+    assert CostModel(model).predict(other) == careful.predict(other)
+    assert careful.interval(other) == plain.interval(other)
