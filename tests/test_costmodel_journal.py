@@ -203,7 +203,8 @@ def test_interrupted_calibrations_lose_nothing_and_go_on(device_index: int, tmp_
         assert command.rounds() >= seen + 2, "rounds of before are still there"
         seen = command.rounds()
         if expected == 130:
-            first, last = said.splitlines()
+            # PoCL's compiler, interrupted itself, may say so in a line of its own.
+            first, last = (line for line in said.splitlines() if line != "1 error generated.")
             assert first.startswith("layoutopt: going on with an interrupted calibration: ")
             assert last.startswith("layoutopt: interrupted; no device model was written, but the ")
             assert last.endswith("the same command goes on from there")
