@@ -236,7 +236,28 @@ def test_more_bytes_are_never_cheaper(source):
     assert totals[-1] > 2 * totals[0]
 
 
-@pytest.mark.parametrize("name", device.list_builtin())
+MEASURED = [name for name in device.list_builtin() if device.load(name).origin == "calibrated"]
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured_models_that_ship(name):
+    """Raw repetitions, a fit that its own file's samples give, an error on kernels it did not see."""
+    model = device.load(name)
+    assert model.features == FEATURES, "calibrate that device anew: features have changed"
+    assert model.held_out is not None
+    assert model.held_out.kernels > 80
+    assert 0.85 <= model.held_out.covered_90
+    assert all(len(m.rounds_ns) > 1 for m in model.measurements.values())
+    assert model.constants.keys() == fit(samples_of(model.measurements.values()), FEATURES).keys()
+    assert model.probes["copy_memory"].per_s > 1e9
+    assert CostModel(model).predict(copy_kernel(1024, 4096)).total_ns > 0
+
+
+def test_the_devices_that_were_measured_ship():
+    assert {"nvidia-h200", "pocl-cpu-3.0", "pocl-cpu-3.1"} <= set(MEASURED)
+
+
+@pytest.mark.parametrize("name", sorted(set(device.list_builtin()) - set(MEASURED)))
 def test_roofline_without_a_calibration(name):
     facts = device.load(name)
     model = CostModel(facts)
