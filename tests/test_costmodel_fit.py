@@ -246,7 +246,7 @@ def test_measured_models_that_ship(name):
     assert model.features == FEATURES, "calibrate that device anew: features have changed"
     assert model.held_out is not None
     assert model.held_out.kernels > 80
-    assert 0.85 <= model.held_out.covered_90
+    assert model.held_out.covered_90 >= 0.85
     assert all(len(m.rounds_ns) > 1 for m in model.measurements.values())
     assert model.constants.keys() == fit(samples_of(model.measurements.values()), FEATURES).keys()
     assert model.probes["copy_memory"].per_s > 1e9
