@@ -37,7 +37,7 @@ from scipy.stats import kendalltau
 
 from benchmarks.drawing import draw, solved
 from benchmarks.reduced import reduced_graph
-from benchmarks.step_prediction import quiet
+from benchmarks.step_prediction import model_for, quiet
 from layoutopt.checkpoint import initial_values
 from layoutopt.compare import measure_interleaved
 from layoutopt.errors import LayoutOptError
@@ -186,20 +186,12 @@ def finals(
 
 def decide(args: argparse.Namespace) -> dict[str, Any]:
     """The whole study of one model on one device."""
-    from costmodel.device import load
     from costmodel.model import CostModel
     from kernels.runtime import Runtime, pick
     from layoutopt.assembly import assemble
-    from layoutopt.models import uncalibrated
-    from layoutopt.tuning import calibrate_for
 
     graph, runtime = reduced_graph(args.model), Runtime(pick(args.device))
-    if args.smoke:
-        model = uncalibrated(runtime)
-    elif args.device_model:
-        model = load(args.device_model)
-    else:
-        model = calibrate_for(runtime, [graph], budget_s=args.calibration)
+    model = model_for(runtime, graph, args.calibration, given=args.device_model, smoke=args.smoke)
     costs = CostModel(model)
     tables, best = solved(graph, costs)
     draws = draw(tables.graph, tables.problem, best, args.n, args.seed)

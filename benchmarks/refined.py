@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reduced import reduced_graph
+from benchmarks.step_prediction import model_for
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_plan
 from layoutopt.files import check_target, write_atomic
@@ -58,14 +59,8 @@ def outcome(rows: Sequence[dict[str, Any]]) -> str:
 
 def run(args: argparse.Namespace, runtime: Any, name: str, seed: int) -> dict[str, Any]:
     """Calibrate, plan, refine."""
-    from layoutopt.models import uncalibrated
-    from layoutopt.tuning import calibrate_for
-
     graph = reduced_graph(name)
-    if args.smoke:
-        model = uncalibrated(runtime)
-    else:
-        model = calibrate_for(runtime, [graph], budget_s=args.calibration, seed=seed)
+    model = model_for(runtime, graph, args.calibration, smoke=args.smoke, seed=seed)
     plan = solve_plan(graph, model, time_limit_s=30.0)
     found = refine(
         runtime,

@@ -169,19 +169,29 @@ def run_steps(
     return found
 
 
-def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, Any]]:
-    """The rows of one model."""
+def model_for(
+    runtime: Any,
+    graph: TrainingGraph,
+    calibration_s: float,
+    *,
+    given: str | None = None,
+    smoke: bool = False,
+    seed: int = 0,
+) -> Any:
+    """A model of the device: ``given`` by name or file, else calibrated now; facts alone where nothing is timed."""
     from costmodel.device import load
     from layoutopt.models import uncalibrated
     from layoutopt.tuning import calibrate_for
 
+    if smoke:
+        return uncalibrated(runtime)
+    return load(given) if given else calibrate_for(runtime, [graph], budget_s=calibration_s, seed=seed)
+
+
+def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, Any]]:
+    """The rows of one model."""
     graph = reduced_graph(name)
-    if args.smoke:
-        model = uncalibrated(runtime)
-    elif args.device_model:
-        model = load(args.device_model)
-    else:
-        model = calibrate_for(runtime, [graph], budget_s=args.calibration)
+    model = model_for(runtime, graph, args.calibration, given=args.device_model, smoke=args.smoke)
     plans = solve_all(graph, model, args.strategies.split(","), time_limit_s=30.0)
     speed = Speed(runtime, graph, plans, model)
     found: dict[str, dict[str, Any]] = {}

@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 
 from costmodel.device import FamilyFit, Measurement
 
-__all__ = ["Sample", "family_of", "fit_constants", "kind_of", "levels", "predicted_ns", "samples_of"]
+__all__ = ["Sample", "family_of", "finest", "fit_constants", "kind_of", "levels", "predicted_ns", "samples_of"]
 
 ITERATIONS = 12
 HUBER = 0.15
@@ -179,11 +179,17 @@ def _record(c: np.ndarray, x: np.ndarray, y: np.ndarray, names: Sequence[str]) -
     return FamilyFit(kept, len(y), round(float(np.median(error)), 4))
 
 
+def finest(constants: Mapping[str, FamilyFit], own: Sequence[str]) -> str | None:
+    """The key of the finest constants that cover a kernel of these ``levels``; None where none do."""
+    return next((k for k in (*own, "all") if k in constants), None)
+
+
 def predicted_ns(
     constants: Mapping[str, FamilyFit], own: Sequence[str], values: Sequence[float], names: Sequence[str]
 ) -> dict[str, float]:
     """Nanoseconds by feature under the finest constants that cover a kernel of these ``levels``, uncorrected."""
-    chosen = next((constants[k] for k in (*own, "all") if k in constants), None)
-    if chosen is None:
+    key = finest(constants, own)
+    if key is None:
         return {}
+    chosen = constants[key]
     return {n: chosen.ns_per[n] * v for n, v in zip(names, values, strict=True) if n in chosen.ns_per}

@@ -17,7 +17,7 @@ from math import exp, sqrt
 
 import numpy as np
 
-from costmodel.constants import Sample, levels, predicted_ns
+from costmodel.constants import Sample, finest, levels, predicted_ns
 from costmodel.device import FamilyFit
 
 __all__ = ["FAR", "Deviations", "Predictor"]
@@ -138,7 +138,8 @@ class Predictor:
 
     def log_error_90(self, own: Sequence[str], values: Sequence[float]) -> float:
         """The time is within ``exp`` of this of the prediction, either way, nine times out of ten; 0: not known."""
-        spread = next((self.constants[k].spread_90 for k in (*own, "all") if k in self.constants), 0.0)
+        key = finest(self.constants, own)
+        spread = self.constants[key].spread_90 if key else 0.0
         near = self.deviations(own) if spread else None
         return spread * (float(near.scales(np.array([values]))[0]) if near is not None else FAR)
 

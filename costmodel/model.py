@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import exp
 
-from costmodel.constants import levels, samples_of
+from costmodel.constants import finest, levels, samples_of
 from costmodel.cost import Cost
 from costmodel.deviation import Predictor
 from costmodel.device import DeviceModel, Measurement
@@ -108,8 +108,8 @@ class CostModel:
         """What predictions of a level are multiplied by."""
         known = self._raised.get(own[0])
         if known is None:
-            constants = self.model.constants
-            error_90 = next((constants[k].error_90 for k in (*own, "all") if k in constants), 0.0)
+            key = finest(self.model.constants, own)
+            error_90 = self.model.constants[key].error_90 if key else 0.0
             known = self._raised[own[0]] = exp(self.caution * error_90 / NORMAL_90)
         return known
 
@@ -146,8 +146,7 @@ class CostModel:
 
     def fitted_by(self, kernel: Kernel) -> str:
         """Which constants price a kernel: a label, a variant name, a family, "all" or "roofline"."""
-        constants = self.model.constants
-        return next((k for k in (*_levels(kernel), "all") if k in constants), "roofline")
+        return finest(self.model.constants, _levels(kernel)) or "roofline"
 
     def roofline_ns(self, values: Sequence[float]) -> float:
         """Nanoseconds, launches left out, that the device's facts alone give for these features."""

@@ -90,9 +90,7 @@ class _Applier(OpEditor):
 
     def left(self) -> list[Op]:
         """The ops that are left, in order."""
-        return [
-            op for at, own in enumerate(self.ops) for op in (*([own] if own else []), *self.behind.get(at, [])) if op
-        ]
+        return [op for at, own in enumerate(self.ops) for op in (own, *self.behind.get(at, [])) if op is not None]
 
 
 def _in_place(product: Op, update: Op) -> Op | None:
