@@ -21,9 +21,6 @@ The model is a zoo model as in ``benchmarks/reduced.py``. A calibration is made 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Sequence
@@ -36,12 +33,12 @@ import numpy as np
 from scipy.stats import kendalltau
 
 from benchmarks.drawing import draw, solved
+from benchmarks.recording import Record
 from benchmarks.reduced import reduced_graph
 from benchmarks.step_prediction import model_for, quiet
 from layoutopt.checkpoint import initial_values
 from layoutopt.compare import measure_interleaved
 from layoutopt.errors import LayoutOptError
-from layoutopt.files import check_target, write_atomic
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.stepcost import planned_s, predict_step
@@ -259,23 +256,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.smoke:
         args.model, args.n, args.rounds, args.final_rounds, args.finalists = "bert-tiny/1@2x5", 3, 3, 3, 2
-    began = time.monotonic()
-    load = [os.getloadavg()[0]]
     try:
-        if args.json:
-            check_target(args.json)
+        record = Record(args.json, "decisions", seed=args.seed, rounds=args.rounds)
         found = decide(args)
         show(found) if not args.smoke else print(f"{found['model']}: {found['plans']} plans agree on the loss")
-        load.append(os.getloadavg()[0])
-        if args.json:
-            about = {
-                "benchmark": "decisions",
-                "seed": args.seed,
-                "rounds": args.rounds,
-                "seconds": time.monotonic() - began,
-            }
-            about |= {"load_average": load, "python": platform.python_version(), "cores": os.cpu_count()}
-            write_atomic(args.json, json.dumps({**about, **found}, indent=1) + "\n")
+        record.write(found)
     except (LayoutOptError, OSError) as error:
         print(f"decisions: {error}", file=sys.stderr)
         return 2

@@ -13,22 +13,18 @@ runs no refined plan was kept. ``--smoke`` refines a tiny model once, from made-
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks.recording import Record
 from benchmarks.reduced import reduced_graph
 from benchmarks.step_prediction import model_for
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_plan
-from layoutopt.files import check_target, write_atomic
 from layoutopt.refining import Refined, refine
 
 MODELS = ("vit-digits", "minilm/2@4x64", "gpt2/1@1x32", "vit-tiny/1@1")
@@ -89,25 +85,18 @@ def main() -> int:
     args = parser.parse_args()
     if args.smoke:
         args.models, args.seeds, args.rounds = ["bert-tiny/1@2x5"], 1, 1
-    began, load = time.monotonic(), [os.getloadavg()[0]]
     rows: list[dict[str, Any]] = []
     try:
-        if args.json:
-            check_target(args.json)
+        record = Record(args.json, "refined", calibration_s=args.calibration)
         runtime = Runtime(pick(args.device))
         for name in args.models:
             for seed in range(args.seeds):
                 rows.append(run(args, runtime, name, seed))
+                record.write({"outcome": outcome(rows), "rows": rows}, runtime)
                 if not args.smoke:
                     ratios = ", ".join(f"{r['ratio']:.3f}{' kept' if r['kept'] else ''}" for r in rows[-1]["rounds"])
                     print(f"{name:22}{seed:4}  new over old: {ratios or 'no other plan'}", flush=True)
         print(f"{runtime.info.label}: {outcome(rows)}" if not args.smoke else "one model is refined")
-        if args.json:
-            load.append(os.getloadavg()[0])
-            about = {"benchmark": "refined", "device": runtime.info.label, "driver": runtime.info.driver}
-            about |= {"load_average": load, "cores": os.cpu_count(), "python": platform.python_version()}
-            about |= {"calibration_s": args.calibration, "seconds": time.monotonic() - began}
-            write_atomic(args.json, json.dumps({**about, "outcome": outcome(rows), "rows": rows}, indent=1) + "\n")
     except (LayoutOptError, OSError) as error:
         print(f"refined: {error}", file=sys.stderr)
         return 2

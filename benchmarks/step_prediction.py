@@ -18,9 +18,6 @@ between kernels most. With ``--device-model`` nothing is calibrated. ``--smoke``
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,12 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.recording import Record
 from benchmarks.reduced import DEFAULT, reduced_graph
 from layoutopt.checkpoint import initial_values
 from layoutopt.errors import LayoutOptError
 from layoutopt.example import example_inputs
 from layoutopt.facade import solve_all
-from layoutopt.files import check_target, write_atomic
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.stepcost import planned_s, predict_step
@@ -272,12 +269,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.smoke:
         args.models, args.strategies, args.rounds = ["bert-tiny/1@2x5"], "greedy,rowmajor", 3
-    began, load = time.monotonic(), [os.getloadavg()[0]]
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     try:
-        if args.json:
-            check_target(args.json)
+        record = Record(args.json, "step_prediction", calibration_s=args.calibration)
         runtime = Runtime(pick(args.device))
     except LayoutOptError as error:
         print(f"step_prediction: {error}", file=sys.stderr)
@@ -291,6 +286,7 @@ def main() -> int:
             failed[name] = str(error)
             print(f"{name:22}{error}", flush=True)
             continue
+        record.write({"summary": summary(rows), "failed": failed, "rows": rows}, runtime)
         for row in rows[-len(args.strategies.split(",")) :] if not args.smoke else []:
             show(row)
     if not rows:
@@ -304,14 +300,6 @@ def main() -> int:
         print(
             f"{what}: median error {own['median_error']:.1%}, greatest {own['greatest_error']:.1%}, "
             f"{own['within_10']:.0%} of {found['steps']} steps within 10%"
-        )
-    if args.json:
-        load.append(os.getloadavg()[0])
-        about = {"benchmark": "step_prediction", "device": runtime.info.label, "driver": runtime.info.driver}
-        about |= {"load_average": load, "cores": os.cpu_count(), "python": platform.python_version()}
-        about |= {"calibration_s": args.calibration, "seconds": time.monotonic() - began}
-        write_atomic(
-            args.json, json.dumps({**about, "summary": found, "failed": failed, "rows": rows}, indent=1) + "\n"
         )
     return 0
 

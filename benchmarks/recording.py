@@ -1,0 +1,46 @@
+"""The head of a benchmark's record: on what, when and how long it ran, and what else the machine did meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from layoutopt.files import check_target, write_atomic
+
+__all__ = ["Record"]
+
+
+class Record:
+    """A JSON file that is written whole whenever there is more to keep, so that a stop costs one row.
+
+    Args:
+        path: of the file; None keeps nothing.
+        benchmark: its name.
+        about: what else the head says, such as a seed.
+
+    Raises:
+        LayoutOptError: the file cannot be written there; said before anything is measured.
+    """
+
+    def __init__(self, path: Path | None, benchmark: str, **about: Any) -> None:
+        if path:
+            check_target(path)
+        self._path = path
+        self._began = time.monotonic()
+        self._load = os.getloadavg()[0]
+        self._about = {"benchmark": benchmark, **about}
+
+    def write(self, found: dict[str, Any], runtime: Any | None = None) -> None:
+        """Write the head and ``found``; the load average is the one at the start and the one now."""
+        if self._path is None:
+            return
+        head = dict(self._about)
+        if runtime is not None:
+            head |= {"device": runtime.info.label, "driver": runtime.info.driver}
+        head |= {"load_average": [self._load, os.getloadavg()[0]], "cores": os.cpu_count()}
+        head |= {"python": platform.python_version(), "seconds": time.monotonic() - self._began}
+        write_atomic(self._path, json.dumps({**head, **found}, indent=1) + "\n")
