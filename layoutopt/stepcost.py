@@ -68,7 +68,10 @@ def planned_s(plan: Plan) -> float:
 
 
 def predict_step(plan: Plan, graph: TrainingGraph, model: DeviceModel) -> StepCost:
-    """What a step of a plan takes, from the costs that the plan states.
+    """What a step of a plan most likely takes.
+
+    Kernels are priced anew, by what was measured of them or what is most likely: a plan's own costs hold what caution
+    added to those that were not measured (``costmodel.model.CAUTION``).
 
     Args:
         plan: for the model's device.
@@ -84,14 +87,14 @@ def predict_step(plan: Plan, graph: TrainingGraph, model: DeviceModel) -> StepCo
     from kernels.bind import bind
     from kernels.launches import launch_order
 
-    costs = CostModel(model)
+    costs = CostModel(model, caution=0.0)
     steps = bind(planned_graph(plan, graph), plan, model.limits)
     slots = {slot.name: slot for slot in plan.arena}
-    items = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
     gap_ns = model.number("launch_s") * 1e9
-    alone_ns = [
-        max(item.total_ns - gap_ns * len(step.kernel.launches), 0.0) for item, step in zip(items, steps, strict=True)
-    ]
+    # bind() gives repeated blocks one kernel object: price it once.
+    kernels = {id(step.kernel): step.kernel for step in steps}
+    total_ns = {key: costs.predict(kernel).total_ns for key, kernel in kernels.items()}
+    alone_ns = [max(total_ns[id(step.kernel)] - gap_ns * len(step.kernel.launches), 0.0) for step in steps]
     order = launch_order(steps, slots, model.limits)
     kernels_ns = sum(_together_ns(members, steps, alone_ns, slots, costs) for members in order)
     launches = INPUT_LAUNCHES + sum(len(steps[members[0]].kernel.launches) for members in order)

@@ -128,3 +128,17 @@ def test_launches_alone_cost_no_more_together() -> None:
     kernel = kernel_with(costs, (1, 1 << 30))
     assert stacked_ns(costs, kernel, 5000.0, 3) == pytest.approx(5000.0)
     assert merged_ns(costs, [kernel, kernel], [5000.0, 3000.0], 7) == pytest.approx(5000.0)
+
+
+def test_a_step_is_what_is_most_likely_whatever_caution_its_plan_was_made_with() -> None:
+    sure, unsure = (
+        replace(
+            model_of(DeviceLimits()),
+            constants={"all": FamilyFit({"launches": 400.0, "trips": 1.0}, 9, 0.0, error_90=error)},
+        )
+        for error in (0.0, 0.3)
+    )
+    plans = [planner.plan(shipped("vit-digits"), CostModel(m), "rowmajor", rewrites=()) for m in (sure, unsure)]
+    costs = [predict_step(p, shipped("vit-digits"), m) for p, m in zip(plans, (sure, unsure), strict=True)]
+    assert planned_s(plans[1]) > planned_s(plans[0]) * 1.05, "the plan's own costs are cautious"
+    assert costs[1] == costs[0]
