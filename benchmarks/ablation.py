@@ -108,9 +108,9 @@ class Limited(CostModel):
         super().__init__(model)
         self._without = without
 
-    def predict(self, kernel: Kernel) -> Cost:
+    def predict(self, kernel: Kernel, together: int = 1) -> Cost:
         """As the model says, a thousand times as long where the kernel is not to be used."""
-        cost = super().predict(kernel)
+        cost = super().predict(kernel, together)
         if not kernel.variant.label.startswith(self._without):
             return cost
         return replace(cost, total_ns=1e3 * cost.total_ns, compute_ns=1e3 * cost.compute_ns)

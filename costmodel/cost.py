@@ -28,6 +28,6 @@ class Costs(Protocol):
     name: str
     hash: str
 
-    def predict(self, kernel: Kernel) -> Cost:
-        """The cost of one kernel (all its launches)."""
+    def predict(self, kernel: Kernel, together: int = 1) -> Cost:
+        """The cost of one kernel (all its launches); of ``together`` equal ones that run at once, one's part."""
         ...

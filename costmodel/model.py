@@ -18,6 +18,7 @@ from costmodel.cost import Cost
 from costmodel.deviation import Predictor
 from costmodel.device import DeviceModel, Measurement
 from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, features
+from costmodel.shared import shared_cost
 from costmodel.uncertainty import median_interval
 from kernels.spec import DeviceLimits, Kernel, OpSpec
 
@@ -90,8 +91,18 @@ class CostModel:
         images = "texture_bytes_per_s" if "texture_bytes_per_s" in model.facts else near
         self._ns_per_image_byte = units * 1e9 / model.number(images)
 
-    def predict(self, kernel: Kernel) -> Cost:
-        """The cost of one kernel (all its launches)."""
+    def predict(self, kernel: Kernel, together: int = 1) -> Cost:
+        """The cost of one kernel (all its launches).
+
+        Args:
+            kernel: over its layouts.
+            together: equal kernels that run at once, which share their launches (``costmodel/shared.py``): the cost
+                is one's part.
+        """
+        cost = self._alone(kernel)
+        return cost if together == 1 else shared_cost(self, kernel, cost, together)
+
+    def _alone(self, kernel: Kernel) -> Cost:
         launched = self._launch_ns * len(kernel.launches)
         compute, memory, launch = self._items(kernel)
         found = self._measurement(kernel)

@@ -9,12 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import mean
+from typing import TYPE_CHECKING
 
+from costmodel.cost import Cost
 from costmodel.features import FEATURES, LAUNCH, features
-from costmodel.model import CostModel
+from kernels.batch import linear
 from kernels.spec import Kernel
 
-__all__ = ["merged_ns", "stacked_ns"]
+if TYPE_CHECKING:
+    from costmodel.model import CostModel
+
+__all__ = ["merged_ns", "shared_cost", "stacked_ns"]
+
+
+def shared_cost(costs: CostModel, kernel: Kernel, alone: Cost, count: int) -> Cost:
+    """The part of one among ``count`` equal kernels that run at once.
+
+    Args:
+        costs: of the device.
+        kernel: of each of them.
+        alone: what one costs by itself.
+        count: how many they are. Kernels that read images share no launch.
+    """
+    if any(launch.images for launch in kernel.launches):
+        return alone
+    gap_ns = costs.model.number("launch_s") * 1e9 * len(kernel.launches)
+    own_ns = max(alone.total_ns - gap_ns, 0.0)
+    if linear(kernel) is None:
+        all_ns = stacked_ns(costs, kernel, own_ns, count)
+    else:
+        all_ns = merged_ns(costs, [kernel] * count, [own_ns] * count, count * kernel.launches[0].nest.groups)
+    total_ns = (all_ns + gap_ns) / count
+    part = total_ns / alone.total_ns
+    return Cost(total_ns, alone.compute_ns * part, alone.memory_ns * part, alone.launch_ns * part, alone.measured)
 
 
 def stacked_ns(costs: CostModel, kernel: Kernel, alone_ns: float, count: int) -> float:

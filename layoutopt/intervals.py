@@ -56,13 +56,15 @@ def plan_intervals(plan: Plan, graph: TrainingGraph, model: DeviceModel) -> list
 
     costs = CostModel(model)
     stated = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
-    found: dict[int, tuple[float, float] | None] = {}
+    found: dict[int, tuple[tuple[float, float] | None, float]] = {}
     out = []
     for bound, cost in zip(bind(planned_graph(plan, graph), plan, model.limits), stated, strict=True):
         # bind() gives repeated blocks one kernel object: ask of it once.
         key = id(bound.kernel)
         if key not in found:
-            found[key] = costs.interval(bound.kernel)
-        low, high = found[key] or (float(cost.total_ns),) * 2
-        out.append(StepInterval(bound.label, cost.total_ns, low, high, cost.measured, found[key] is not None))
+            found[key] = costs.interval(bound.kernel), costs.predict(bound.kernel).total_ns
+        interval, alone_ns = found[key]
+        part = cost.total_ns / alone_ns  # of launches that it shares
+        low, high = (edge * part for edge in interval) if interval else (float(cost.total_ns),) * 2
+        out.append(StepInterval(bound.label, cost.total_ns, low, high, cost.measured, interval is not None))
     return out

@@ -20,6 +20,7 @@ from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_plan
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
+from layoutopt.rewrite_neighbours import alike_runs
 from layoutopt.rewrites import STORAGES, alternatives, planned_graph, rewritten
 from layoutopt.solve import solve
 
@@ -320,7 +321,7 @@ def validate(
 
 
 def _check_device(
-    plan: Plan, graph: TrainingGraph, limits: DeviceLimits, predict: Callable[[Kernel], Cost] | None
+    plan: Plan, graph: TrainingGraph, limits: DeviceLimits, predict: Callable[[Kernel, int], Cost] | None
 ) -> None:
     from kernels.bind import bind
 
@@ -338,7 +339,8 @@ def _check_device(
         )
     slots = {slot.name: slot for slot in plan.arena}
     costs = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
-    known: dict[int, ItemCost] = {}
+    known: dict[tuple[int, int], ItemCost] = {}
+    together = [len(run) for run in alike_runs(graph) for _ in run]
     for step, (bound, stated) in enumerate(zip(bind(graph, plan, limits), costs, strict=True)):
         operands = len(bound.kernel.layouts)
         for name, workspace in zip(bound.slots[operands:], bound.kernel.scratch, strict=True):
@@ -349,9 +351,11 @@ def _check_device(
         if predict is None:
             continue
         # bind() gives repeated blocks one kernel object: predict it once.
-        key = id(bound.kernel)
+        kind, index = plan.steps[step]
+        count = together[index] if kind == "op" else 1
+        key = id(bound.kernel), count
         if key not in known:
-            known[key] = item_cost(predict(bound.kernel))
+            known[key] = item_cost(predict(bound.kernel, count))
         if known[key] != stated:
             raise LayoutOptError(
                 f"the plan predicts {stated.total_ns} ns for {bound.label}, the device model {known[key].total_ns} ns: "

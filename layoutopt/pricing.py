@@ -2,7 +2,8 @@
 
 Part of the face: it imports ``kernels`` and (for types) ``costmodel``, lazily. For every distinct operation and tuple
 of operand layouts, the kernels that accept them are priced and the cheapest kept, which loses nothing. Repeated blocks
-share their prices.
+share their prices. Neighbours that are equal and may run at once will share their launches: each is priced at its part
+of them, by what a launch takes that does the work of all (``costmodel/shared.py``).
 
 **Which kernels.** All of them for row-major operands and for one operand in another layout (the *pivots*). Elsewhere,
 where an op has many tuples, only variants that were the best of their orientation at some pivot; all again where none
@@ -40,6 +41,7 @@ from layoutopt.errors import GraphError, InfeasibleError
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.problem import Choice, OpNode, Problem, StorageNode
+from layoutopt.rewrite_neighbours import alike_runs
 
 if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
@@ -64,19 +66,35 @@ class Pricer:
 
     Args:
         costs: prices kernels on a device.
+        count: equal kernels that run at once: prices are one's part.
 
     Attributes:
         choices: of ops, by what they are and which layouts their storages have: repeated blocks, and graphs that are
             mostly alike, share them.
     """
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, count: int = 1) -> None:
         self.costs = costs
-        self.kernels = 0
+        self.count = count
         self.choices: dict[Hashable, tuple[Choice, ...]] = {}
         self._best: dict[OpSpec, dict[tuple[Layout, ...], tuple[Kernel, Cost] | None]] = {}
         self._variants: dict[OpSpec, list[KernelVariant]] = {}
         self._favoured: dict[OpSpec, list[KernelVariant]] = {}
+        self._priced = 0
+        self._together: dict[int, Pricer] = {}
+
+    def together(self, count: int) -> Pricer:
+        """The pricer of kernels of which so many equal ones run at once; remembered, too."""
+        if count == self.count:
+            return self
+        if count not in self._together:
+            self._together[count] = Pricer(self.costs, count)
+        return self._together[count]
+
+    @property
+    def kernels(self) -> int:
+        """How many kernels were priced, those that run together included."""
+        return self._priced + sum(own.kernels for own in self._together.values())
 
     def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
         """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
@@ -112,8 +130,10 @@ class Pricer:
     ) -> list[tuple[Kernel, Cost]]:
         built = _built(spec, layouts, variants)
         kernels = [kernel for kernel in built if kernel is not None]
-        self.kernels += len(kernels)
-        return [(kernel, self.costs.predict(kernel)) for kernel in kernels]
+        self._priced += len(kernels)
+        if self.count == 1:
+            return [(kernel, self.costs.predict(kernel)) for kernel in kernels]
+        return [(kernel, self.costs.predict(kernel, self.count)) for kernel in kernels]
 
     def relayout(
         self, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
@@ -225,16 +245,18 @@ def build_problem(
     storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
     pinned = _pinned(graph)
     nodes = []
+    together = [len(run) for run in alike_runs(graph) for _ in run]
     for done, op in enumerate(graph.ops):
         operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
         slots = _Slots.of(graph, op, operands, storages)
         spec = op_spec(graph, op)
         key = (spec, slots.seen, slots.members, limit)
-        choices = pricer.choices.get(key)
+        own = pricer.together(together[done])
+        choices = own.choices.get(key)
         if choices is None:
             lead = tuple(i for i, group in enumerate(slots.members) if set(group) & set(leading(op)))
-            choices = _choices(pricer, spec, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
-            pricer.choices[key] = choices
+            choices = _choices(own, spec, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
+            own.choices[key] = choices
         if not choices:
             raise _unserved(graph, op, spec)
         nodes.append(OpNode(op.name, operands, len(op.inputs), choices, pinned[op.name]))

@@ -20,7 +20,7 @@ class FakeCosts:
     name: str = "fake"
     hash: str = "fa4e" * 16
 
-    def predict(self, kernel: Kernel) -> Cost:
+    def predict(self, kernel: Kernel, together: int = 1) -> Cost:
         """The cost of all launches."""
         compute = memory = 0.0
         for launch in kernel.launches:

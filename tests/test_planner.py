@@ -75,8 +75,8 @@ def test_the_exact_plan_is_optimal_and_no_dearer_than_any(by_strategy: dict[str,
 class TilesOnly(FakeCosts):
     """A device on which a contraction is ten times dearer unless all its operands are in R-Tile(4, 4)."""
 
-    def predict(self, kernel: Kernel) -> Cost:
-        cost = super().predict(kernel)
+    def predict(self, kernel: Kernel, together: int = 1) -> Cost:
+        cost = super().predict(kernel, together)
         if kernel.spec.kind != "contraction" or all(x == Layout.r_tile(x.shape, 4, 4) for x in kernel.layouts):
             return cost
         return replace(cost, total_ns=10 * cost.total_ns)
@@ -284,8 +284,8 @@ def test_a_plan_for_another_device_names_both(mixed: Plan, graph: TrainingGraph)
 
 def test_other_prices_are_noticed(mixed: Plan, graph: TrainingGraph) -> None:
     class Dearer(FakeCosts):
-        def predict(self, kernel: Kernel) -> Cost:
-            cost = super().predict(kernel)
+        def predict(self, kernel: Kernel, together: int = 1) -> Cost:
+            cost = super().predict(kernel, together)
             return replace(cost, total_ns=cost.total_ns + 1)
 
     with pytest.raises(LayoutOptError, match="predicts"):

@@ -164,8 +164,8 @@ def test_planning_keeps_what_is_predicted_to_be_faster(
     monkeypatch.setattr(rewrites, "OPTIONAL", ("epilogue",))
 
     class Costs(FakeCosts):
-        def predict(self, kernel):  # type: ignore[no-untyped-def]
-            cost = super().predict(kernel)
+        def predict(self, kernel, together=1):  # type: ignore[no-untyped-def]
+            cost = super().predict(kernel, together)
             burdened = dear == "pointwise" or kernel.spec.attr("epilogue") is not None
             times = 100.0 if kernel.spec.kind == dear and burdened else 1.0
             return replace(cost, compute_ns=cost.compute_ns * times, total_ns=cost.total_ns * times)
@@ -191,7 +191,7 @@ class Flat(FakeCosts):
         super().__init__()
         object.__setattr__(self, "attention_ns", attention_ns)
 
-    def predict(self, kernel):  # type: ignore[no-untyped-def]
+    def predict(self, kernel, together=1):  # type: ignore[no-untyped-def]
         each = {"attention": self.attention_ns, "attention_grad": self.attention_ns, "reduce": 1e6}  # type: ignore[attr-defined]
         total = each.get(kernel.spec.kind, 1.0)
         return Cost(total, total, 0.0, 0.0)

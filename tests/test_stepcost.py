@@ -18,6 +18,8 @@ from kernels.spec import DeviceLimits, Kernel
 from layoutopt import planner
 from layoutopt.models import shipped
 from layoutopt.plan import Plan
+from layoutopt.rewrite_neighbours import alike_runs
+from layoutopt.rewrites import planned_graph
 from layoutopt.stepcost import planned_s, predict_step
 
 LAUNCH_NS, HOST_NS, TRIP_NS = 1000.0, 3000.0, 50_000.0
@@ -51,7 +53,8 @@ def test_a_step_is_its_launches(planned: Plan) -> None:
     assert cost.gaps_s == pytest.approx(cost.launches * LAUNCH_NS * 1e-9)
     assert cost.host_s == pytest.approx(cost.launches * HOST_NS * 1e-9)
     assert cost.wait_s == pytest.approx(TRIP_NS * 1e-9)
-    alone = planned_s(planned) - sum(len(s.kernel.launches) for s in steps) * LAUNCH_NS * 1e-9
+    costs = CostModel(model)
+    alone = sum(costs.predict(s.kernel).total_ns - len(s.kernel.launches) * LAUNCH_NS for s in steps) * 1e-9
     assert 0 < cost.kernels_s <= alone * (1 + 1e-9), "sharing a launch makes no kernel slower"
 
 
@@ -115,6 +118,32 @@ def test_kernels_that_fill_the_device_take_their_work_and_start_once() -> None:
     assert stacked_ns(costs, kernel, 5000.0, 3) == pytest.approx(5000.0 * (start + 3 * (1 - start)))
     together = merged_ns(costs, [kernel, kernel], [5000.0, 3000.0], 7)
     assert together == pytest.approx(5000.0 + 3000.0 * (1 - start))
+
+
+def test_one_part_of_kernels_that_run_at_once() -> None:
+    costs = fitted(1000, launches=400.0, trips=1.0)
+    small = kernel_with(costs, (1, 100))
+    alone, third = costs.predict(small), costs.predict(small, 3)
+    assert third.total_ns == pytest.approx(alone.total_ns / 3), "what leaves most of the device idle costs no more"
+    assert third.compute_ns + third.memory_ns + third.launch_ns == pytest.approx(third.total_ns)
+    busy = fitted(1, launches=400.0, trips=1.0)
+    both = 2 * busy.predict(kernel_with(busy, (1, 1 << 30)), 2).total_ns
+    one = busy.predict(kernel_with(busy, (1, 1 << 30))).total_ns
+    assert one < both < 2 * one - LAUNCH_NS + 1, "one start and one gap are saved, no work"
+
+
+def test_a_plan_prices_neighbours_by_their_part() -> None:
+    costs = fitted(1000, launches=4000.0, trips=1.0)
+    plan = planner.plan(shipped("vit-digits"), costs)
+    graph = planned_graph(plan, shipped("vit-digits"))
+    runs = [run for run in alike_runs(graph) if len(run) > 1]
+    assert runs
+    steps = [s for s, (kind, _) in zip(bind(graph, plan, costs.limits), plan.steps, strict=True) if kind == "op"]
+    for run in runs:
+        for i in run:
+            assert plan.ops[i].cost.total_ns == round(costs.predict(steps[i].kernel, len(run)).total_ns)
+            assert plan.ops[i].cost.total_ns < costs.predict(steps[i].kernel).total_ns
+    planner.validate(plan, shipped("vit-digits"), costs)
 
 
 def test_without_a_fit_all_is_work() -> None:
