@@ -18,6 +18,7 @@ from layoutopt.errors import DeviceError
 from layoutopt.example import example_inputs
 from layoutopt.passes import run_passes
 from layoutopt.profiling import LaunchProfile, Profile, as_json, grouped, print_profile, profile
+from layoutopt.stepcost import predict_step
 from layoutopt.tracefile import trace_events, write_trace
 from tests.face import refused
 from tests.graphs import Sketch
@@ -145,7 +146,8 @@ def test_a_step_by_launches(device_index: int) -> None:
     assert all(x.time_s > 0 and x.end_s >= x.start_s >= 0 for x in found.launches)
     assert len(found.steps_s) == 3
     assert 0 < found.host_s <= max(found.steps_s)
-    assert found.predicted_s == executor.launches * GENERIC.number("launch_s")  # this plan's kernels cost nothing
+    model = replace(GENERIC, limits=executor.limits)
+    assert found.predicted_s == predict_step(executor.plan, executor.graph, model).step_s
     assert found.arena_bytes == executor.plan.arena_bytes >= max(found.alive_bytes) > 0
     check_trace({"displayTimeUnit": "ms", "traceEvents": trace_events(found)})
 
