@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from costmodel.device import DeviceModel
     from kernels.runtime import Runtime
 
-__all__ = ["Row", "compare", "measure_interleaved"]
+__all__ = ["Row", "compare", "gap_to_exact", "measure_interleaved"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Row:
     Attributes:
         strategy: name.
         status: what the solver proved ("HEURISTIC" for a strategy).
+        gap: predicted kernels and relayouts over those of the exact plan, less one, with copies that are not run; None
+            where there is no exact plan beside it.
         predicted_s: step time by the cost model (see ``layoutopt/stepcost.py``).
         measured_s: median of the measured step times; None where nothing was measured.
         spread_s: half the distance between the quartiles.
@@ -40,10 +42,14 @@ class Row:
         memory_bytes: simulated traffic to memory.
         walked: share of the simulated accesses that were walked.
         loss: of the measured step on made-up inputs: the same for all strategies up to rounding.
+        not_run: copies that the runtime whose layouts these are makes, and that no kernel here does: they are in
+            ``gap`` and ``not_run_s``, not in ``predicted_s`` or what was measured.
+        not_run_s: their predicted time.
     """
 
     strategy: str
     status: str
+    gap: float | None
     predicted_s: float
     measured_s: float | None
     spread_s: float | None
@@ -55,6 +61,8 @@ class Row:
     memory_bytes: float | None
     walked: float | None
     loss: float | None
+    not_run: int = 0
+    not_run_s: float = 0.0
 
 
 def measure_interleaved(
@@ -142,6 +150,7 @@ def compare(
             Row(
                 name,
                 plan.solver.status,
+                gap_to_exact(plan, plans),
                 predict_step(plan, graph, model).step_s,
                 statistics.median(times) if times else None,
                 _half_quartiles(times),
@@ -153,9 +162,23 @@ def compare(
                 report.total.memory_read_bytes + report.total.memory_written_bytes if report else None,
                 report.walked if report else None,
                 loss,
+                plan.solver.not_run_copies,
+                plan.solver.not_run_ns * 1e-9,
             )
         )
     return rows
+
+
+def gap_to_exact(plan: Plan, plans: Mapping[str, Plan]) -> float | None:
+    """What a plan's kernels, relayouts and copies that are not run take over the exact plan's, less one.
+
+    Args:
+        plan: one of ``plans``.
+        plans: by strategy name; None is returned where "ilp" is not among them.
+    """
+    if "ilp" not in plans:
+        return None
+    return (plan.solver.objective_ns + plan.solver.not_run_ns) / plans["ilp"].solver.objective_ns - 1
 
 
 def _half_quartiles(times: Sequence[float]) -> float | None:

@@ -99,7 +99,11 @@ class ArenaSlot(msgspec.Struct, frozen=True):
 
 
 class SolverReport(msgspec.Struct, frozen=True):
-    """How the assignment was found and what is proven about it."""
+    """How the assignment was found and what is proven about it.
+
+    ``not_run_*``: of the layouts of another runtime, the copies that it makes and no kernel here does (see
+    ``layoutopt/policies.py``): their number, predicted time and bytes read and written. ``objective_ns`` is without.
+    """
 
     strategy: str
     method: str
@@ -111,6 +115,9 @@ class SolverReport(msgspec.Struct, frozen=True):
     storages: int
     candidates: int
     choices: int
+    not_run_copies: int = 0
+    not_run_ns: int = 0
+    not_run_bytes: int = 0
 
 
 class Plan(msgspec.Struct, frozen=True):

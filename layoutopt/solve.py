@@ -38,7 +38,7 @@ from layoutopt.exact import remaining, search
 from layoutopt.problem import Assignment, Problem
 from layoutopt.reduce import Domain, consistent, reduce
 from layoutopt.states import TooManyStatesError, network
-from layoutopt.strategies import STRATEGIES
+from layoutopt.strategies import STRATEGIES, priced
 from layoutopt.treewidth import Limits
 
 __all__ = ["Reductions", "heuristics", "solve"]
@@ -146,7 +146,7 @@ def _on_tables(
     outcome = search(net, ceiling, limits, switches.sweeps, switches.elimination)
     found = None
     if outcome.cost_ns is not None:
-        found = _priced(problem, net.primaries(outcome.values), net.choices(outcome.values), "tables")
+        found = priced(problem, net.primaries(outcome.values), net.choices(outcome.values), "tables", "FEASIBLE")
     closed = outcome.closed
     tabled = _Tabled(outcome.cost_ns, outcome.bound_ns, closed, found)
     if closed or not switches.sweeps or time.perf_counter() > limits.deadline:
@@ -158,22 +158,6 @@ def _beyond(problem: Problem) -> int:
     """More than any assignment costs."""
     dearest = sum(max(choice.cost_ns for choice in op.choices) for op in problem.ops)
     return 1 + dearest + sum(problem.relayout_ns.values())
-
-
-def _priced(problem: Problem, primary: tuple[int, ...], choice: tuple[int, ...], method: str) -> Assignment:
-    """The assignment of these primaries and choices, with the copies that the choices need, checked."""
-    copies: list[set[int]] = [set() for _ in problem.storages]
-    cost = 0
-    for op, c in zip(problem.ops, choice, strict=True):
-        cost += op.choices[c].cost_ns
-        for s, layout in zip(op.operands, op.choices[c].layouts, strict=True):
-            if layout != primary[s]:
-                copies[s].add(layout)
-    cost += sum(problem.relayout_ns[s, primary[s], b] for s, made in enumerate(copies) for b in made)
-    ordered = tuple(tuple(sorted(made)) for made in copies)
-    out = Assignment(primary, ordered, choice, cost, "FEASIBLE", 0, 0.0, method)
-    check(problem, out)
-    return out
 
 
 def _by_highs(
@@ -335,4 +319,4 @@ class _Model:
         primary = tuple(max(row, key=lambda a: values[row[a]]) for row in self.p)
         choice = tuple(max(row, key=lambda c: values[row[c]]) for row in self.x)
         primary, choice = self.merged.expand(primary, choice)
-        return _priced(self.merged.original, primary, choice, "highs")
+        return priced(self.merged.original, primary, choice, "highs", "FEASIBLE")

@@ -8,6 +8,9 @@
 - ``prefer``: primaries a caller asks for where they are possible (uniform R-Tile), else the first possible;
 - ``random``: possible primaries by lot, for tests of correctness under mixed layouts.
 
+``layoutopt/propagation.py`` and ``layoutopt/pbqp.py`` hold those of other compilers, ``layoutopt/peers.py`` what mobile
+runtimes do to a graph whatever it costs.
+
 All decide primaries one at a time inside what ``reduce.consistent`` leaves, which rules out most dead ends; one that is
 met is an InfeasibleError, never a silent change of strategy.
 """
@@ -23,10 +26,24 @@ from layoutopt.errors import InfeasibleError
 from layoutopt.problem import Assignment, OpNode, Problem
 from layoutopt.reduce import consistent
 
-__all__ = ["STRATEGIES", "activation", "greedy", "ideal", "prefer", "random", "rowmajor"]
+__all__ = [
+    "STRATEGIES",
+    "Decisions",
+    "activation",
+    "decide",
+    "greedy",
+    "ideal",
+    "prefer",
+    "priced",
+    "random",
+    "rowmajor",
+]
+
+Key = Callable[[int, int, int], tuple[int, ...]]
+"""Ranks a choice of op o by its own cost and its cost with the relayouts it adds."""
 
 
-class _State:
+class Decisions:
     """Decisions so far: a primary per storage (None while open), the copies made, the choices taken."""
 
     def __init__(self, problem: Problem) -> None:
@@ -77,6 +94,11 @@ class _State:
         prices = [self.problem.conversion_ns(s, a, layout) for a in self.open[s]]
         return min((p for p in prices if p is not None), default=None)
 
+    def serves(self, s: int) -> bool:
+        """Whether every op that touches a storage still has a choice."""
+        touched = [(o, self.problem.ops[o]) for o in self.around[s]]
+        return all(any(self.price(op, c) is not None for c in self.allowed[o]) for o, op in touched)
+
     def take(self, o: int, picked: int) -> None:
         """Settle op ``o``."""
         op = self.problem.ops[o]
@@ -94,21 +116,21 @@ class _State:
             if layout != self.primary[s] and layout not in self.copies[s]:
                 self.copies[s].append(layout)
 
-    def settle(self, key: Callable[[int, int], tuple[int, ...]]) -> None:
-        """Every op in execution order takes its least choice by ``key(choice's own cost, cost with relayouts)``.
+    def settle(self, key: Key) -> None:
+        """Every op in execution order takes its least choice by ``key(op, choice's own cost, cost with relayouts)``.
 
-        ``key`` must not fall when either grows with the other fixed: choices come in order of their own cost, and the
-        search stops where even a choice without relayouts could not win.
+        Choices come in order of their own cost, and the search stops where even a choice without relayouts could not
+        win: ``key(o, own, own)`` must not fall as ``own`` grows, nor ``key(o, own, total)`` be less than that.
         """
         for o, op in enumerate(self.problem.ops):
             best: tuple[tuple[int, ...], int] | None = None
             for c in self.allowed[o]:
                 own = op.choices[c].cost_ns
-                if best is not None and key(own, own) > best[0]:
+                if best is not None and key(o, own, own) > best[0]:
                     break
                 total = self.price(op, c)
                 if total is not None:
-                    ranked = (key(own, total), c)
+                    ranked = (key(o, own, total), c)
                     best = ranked if best is None else min(best, ranked)
             if best is None:
                 names = tuple(dict.fromkeys(self.problem.storages[s].name for s in op.operands))
@@ -131,11 +153,11 @@ class _State:
         return out
 
 
-def _by_total(_: int, total: int) -> tuple[int, ...]:
+def _by_total(_: int, __: int, total: int) -> tuple[int, ...]:
     return (total,)
 
 
-def _by_own(own: int, total: int) -> tuple[int, ...]:
+def _by_own(_: int, own: int, total: int) -> tuple[int, ...]:
     return (own, total)
 
 
@@ -157,9 +179,9 @@ def ideal(problem: Problem) -> Assignment:
     return _in_order(problem, _by_own, "ideal")
 
 
-def _in_order(problem: Problem, key: Callable[[int, int], tuple[int, ...]], method: str) -> Assignment:
+def _in_order(problem: Problem, key: Key, method: str) -> Assignment:
     started = time.perf_counter()
-    state = _State(problem)
+    state = Decisions(problem)
     state.settle(key)
     return state.assignment(method, started)
 
@@ -187,10 +209,10 @@ def prefer(problem: Problem, wanted: Sequence[int], method: str = "prefer", stay
         InfeasibleError: no assignment, or a dead end.
     """
     started = time.perf_counter()
-    state = _State(problem)
+    state = Decisions(problem)
     for s, candidate in enumerate(wanted):
         if state.primary[s] is None:
-            _decide(state, s, (candidate, *state.open[s]))
+            decide(state, s, (candidate, *state.open[s]))
     if stay:
         _settle_in_place(state)
     else:
@@ -198,22 +220,48 @@ def prefer(problem: Problem, wanted: Sequence[int], method: str = "prefer", stay
     return state.assignment(method, started)
 
 
-def _settle_in_place(state: _State) -> None:
+def _settle_in_place(state: Decisions) -> None:
     """As few relayouts as possible, then the cheapest."""
-    state.settle(lambda own, total: (total - own > 0, total))
+    state.settle(lambda _, own, total: (total - own > 0, total))
 
 
-def _decide(state: _State, s: int, order: Sequence[int]) -> None:
-    """Fix a primary: the first in ``order`` that every writer of the storage can still write."""
+def decide(state: Decisions, s: int, order: Sequence[int]) -> None:
+    """Fix a primary: the first in ``order`` with which every op around the storage still has a choice.
+
+    Raises:
+        InfeasibleError: none.
+    """
     for candidate in order:
         if candidate not in state.open[s]:
             continue
         state.primary[s] = candidate
-        touched = [(o, state.problem.ops[o]) for o in state.around[s]]
-        if all(any(state.price(op, c) is not None for c in state.allowed[o]) for o, op in touched):
+        if state.serves(s):
             return
     names = (state.problem.storages[s].name,)
     raise InfeasibleError(f"no primary of {names[0]} agrees with those decided before; use the exact strategy", names)
+
+
+def priced(
+    problem: Problem,
+    primary: tuple[int, ...],
+    choice: tuple[int, ...],
+    method: str,
+    status: str = "HEURISTIC",
+    seconds: float = 0.0,
+) -> Assignment:
+    """The assignment of these primaries and choices, with the copies that the choices need, checked."""
+    copies: list[set[int]] = [set() for _ in problem.storages]
+    cost = 0
+    for op, c in zip(problem.ops, choice, strict=True):
+        cost += op.choices[c].cost_ns
+        for s, layout in zip(op.operands, op.choices[c].layouts, strict=True):
+            if layout != primary[s]:
+                copies[s].add(layout)
+    cost += sum(problem.relayout_ns[s, primary[s], b] for s, made in enumerate(copies) for b in made)
+    ordered = tuple(tuple(sorted(made)) for made in copies)
+    out = Assignment(primary, ordered, choice, cost, status, 0, seconds, method)
+    check(problem, out)
+    return out
 
 
 def random(problem: Problem, seed: int) -> Assignment:
@@ -238,7 +286,7 @@ def activation(problem: Problem, guide: Sequence[int]) -> Assignment:
         InfeasibleError: no assignment, or a dead end.
     """
     started = time.perf_counter()
-    state = _State(problem)
+    state = Decisions(problem)
     around = state.around
     seeds = sorted((s for s, weight in enumerate(guide) if weight), key=lambda s: (-guide[s], s))
     queue = seeds + [s for s in _outwards(problem, around, seeds) if not guide[s]]
@@ -250,7 +298,7 @@ def activation(problem: Problem, guide: Sequence[int]) -> Assignment:
             state.primary[s] = candidate
             ranked.append((sum(_cheapest(state, o) for o in around[s]), candidate))
         state.primary[s] = None
-        _decide(state, s, [c for _, c in sorted(ranked)])
+        decide(state, s, [c for _, c in sorted(ranked)])
     state.settle(_by_total)
     return state.assignment("activation", started)
 
@@ -258,7 +306,7 @@ def activation(problem: Problem, guide: Sequence[int]) -> Assignment:
 _BARRED_NS = 1 << 60
 
 
-def _cheapest(state: _State, o: int) -> int:
+def _cheapest(state: Decisions, o: int) -> int:
     op = state.problem.ops[o]
     best = _BARRED_NS
     for c in state.allowed[o]:
