@@ -439,13 +439,14 @@ def print_rows(rows: Sequence[object]) -> None:
 
     data = [row for row in rows if isinstance(row, Row)]
     levels = list(data[0].misses) if data else []
-    head = ["strategy", "status", "predicted ms", "measured ms", "±", "relayouts", "moved MiB", "arena MiB"]
+    head = ["strategy", "status", "over ilp", "predicted ms", "measured ms", "±", "relayouts", "moved MiB", "arena MiB"]
     head += [f"{name} misses M" for name in levels] + (["memory MiB"] if levels else [])
     body = []
     for row in data:
         cells = [
             row.strategy,
             row.status,
+            f"{row.gap:+.1%}" if row.gap is not None else "-",
             f"{row.predicted_s * 1e3:.2f}",
             f"{row.measured_s * 1e3:.2f}" if row.measured_s is not None else "-",
             f"{row.spread_s * 1e3:.2f}" if row.spread_s is not None else "-",
@@ -457,6 +458,12 @@ def print_rows(rows: Sequence[object]) -> None:
         cells += [f"{(row.memory_bytes or 0) / 2**20:.1f}"] if levels else []
         body.append(cells)
     table(head, body)
+    for row in data:
+        if row.not_run:
+            out(
+                f'{row.strategy}: {row.not_run} more copies, predicted {row.not_run_s * 1e3:.2f} ms, are in "over ilp" '
+                "but not in the plan: no kernel here makes them"
+            )
     walked = [row.walked for row in data if row.walked is not None]
     if walked:
         out(f"simulated misses: {min(walked):.0%} of the accesses walked, the rest extrapolated by work groups")

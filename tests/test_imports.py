@@ -35,6 +35,7 @@ FACE = {
         "finetune",
         "intervals",
         "models",
+        "peers",
         "phone",
         "planner",
         "pricing",
