@@ -16,10 +16,14 @@ from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import DTYPES, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.pass_views import overwrites
+from layoutopt.pbqp import chaindp
+from layoutopt.peers import applied, with_not_run
 from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_plan
+from layoutopt.policies import POLICIES
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
+from layoutopt.propagation import bfs, majority
 from layoutopt.rewrite_neighbours import alike_runs
 from layoutopt.rewrites import STORAGES, alternatives, planned_graph, rewritten
 from layoutopt.solve import solve
@@ -30,11 +34,17 @@ if TYPE_CHECKING:
 
 __all__ = ["EQUALLY_FAST", "STRATEGIES", "assign", "fastest", "plan", "plan_all", "tabulate", "validate"]
 
-STRATEGIES = ("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile")
+STRATEGIES = (
+    *("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile"),
+    *("bfs", "majority", "chaindp"),
+    *POLICIES,
+)
 """What ``--strategy`` takes; ``random:SEED`` besides, for tests."""
 
 EQUALLY_FAST = 0.01
 """Plans of rewritten graphs whose predicted times differ by less than this share are equally fast."""
+
+_BY_TABLES = {**strategies.STRATEGIES, "bfs": bfs, "majority": majority, "chaindp": chaindp}
 
 _REDUCTIONS = frozenset(("contraction", "attention", "attention_grad", *CONVOLUTIONS))
 
@@ -113,10 +123,12 @@ def _plan(
 ) -> Plan:
     if progress:
         progress(f"solving ({strategy})", 0.9)
-    assignment = assign(tables, strategy, time_limit_s)
+    own, assignment = (
+        applied(tables, strategy) if strategy in POLICIES else (tables, assign(tables, strategy, time_limit_s))
+    )
     if progress:
         progress("placing and validating", 0.95)
-    out = assemble(tables, costs, assignment, strategy, memory_bytes, keep)
+    out = with_not_run(assemble(own, costs, assignment, strategy, memory_bytes, keep), own)
     validate(out, tables.graph, costs)
     if progress:
         progress("planned", 1.0)
@@ -232,7 +244,7 @@ def _seed(strategy: str) -> list[int]:
 
 
 def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignment:
-    """The assignment that a strategy finds, checked.
+    """The assignment that a strategy finds on these tables, checked; a peer's policy has tables of its own.
 
     Raises:
         InfeasibleError: none.
@@ -248,7 +260,7 @@ def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignm
     elif _seed(strategy):
         found = strategies.random(problem, _seed(strategy)[0])
     else:
-        found = strategies.STRATEGIES[strategy](problem)
+        found = _BY_TABLES[strategy](problem)
     check(problem, found)
     return found
 
