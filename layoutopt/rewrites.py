@@ -6,7 +6,8 @@ hashes are always those of the graph as captured; a plan names the rewrites that
 checks or explains it applies them again (:func:`planned_graph`). Rewrites are deterministic.
 
 ``ALWAYS`` are applied whenever they change something; of ``OPTIONAL``, planning tries with and without, and keeps what
-is predicted to be faster, or smaller where that is equal.
+is predicted to be faster, or smaller where that is equal. A rewrite of a *family* has a parameter, written behind a
+colon (``anew:3-9``): planning chooses it, and whoever applies it reads it from the name.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
+from layoutopt.rewrite_anew import made_anew
 from layoutopt.rewrite_apply import apply_gradients
 from layoutopt.rewrite_attention import fuse_attention
 from layoutopt.rewrite_epilogue import with_epilogues
@@ -29,14 +31,17 @@ from layoutopt.rewrite_updates import early_updates
 
 __all__ = [
     "ALWAYS",
+    "FAMILIES",
     "OPTIONAL",
     "REWRITES",
     "SMALLER",
     "STORAGES",
     "Rewrite",
     "alternatives",
+    "before_family",
     "calibration_name",
     "check_storage",
+    "in_order",
     "origin_of",
     "planned_graph",
     "rewritten",
@@ -57,6 +62,9 @@ REWRITES: dict[str, Rewrite] = {
 }
 """By name, in the order in which they are applied."""
 
+FAMILIES: dict[str, tuple[str, Callable[[TrainingGraph, str], TrainingGraph]]] = {"anew": ("updates", made_anew)}
+"""Rewrites with a parameter, ``NAME:PARAMETER``: by name, the rewrite before which they come, and what they do."""
+
 STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
 """How numbers may lie in memory (``--storage``), and the rewrites that make it so."""
 
@@ -75,28 +83,50 @@ def rewritten(graph: TrainingGraph, names: Iterable[str]) -> TrainingGraph:
 
     Args:
         graph: as captured, views folded.
-        names: of :data:`REWRITES`.
+        names: of :data:`REWRITES`, or of :data:`FAMILIES` with a parameter.
 
     Raises:
         LayoutOptError: there is no such rewrite.
     """
-    wanted = set(names)
-    unknown = sorted(wanted - set(REWRITES))
-    if unknown:
-        raise LayoutOptError(
-            f"unknown rewrite {unknown[0]!r}: this layoutopt has {', '.join(REWRITES) or 'none'}; plan the graph anew"
-        )
-    ordered = tuple(name for name in REWRITES if name in wanted)
+    ordered = in_order(names)
     if not ordered:
         return graph
     key = graph.hash, ordered
     if key not in _cache:
-        out = REWRITES[ordered[-1]](rewritten(graph, ordered[:-1]))
+        family, _, parameter = ordered[-1].partition(":")
+        out = rewritten(graph, ordered[:-1])
+        out = FAMILIES[family][1](out, parameter) if parameter else REWRITES[family](out)
         _cache[key] = out.with_ops(out.ops, meta={**out.meta, _META: [graph.hash, list(ordered)]})
         if len(_cache) > _KEPT:
             _cache.popitem(last=False)
     _cache.move_to_end(key)
     return _cache[key]
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """Rewrites as they are applied, each once.
+
+    Raises:
+        LayoutOptError: there is no such rewrite.
+    """
+    order = {name: float(i) for i, name in enumerate(REWRITES)}
+    ranks: dict[str, tuple[float, str]] = {}
+    for name in names:
+        family, colon, parameter = name.partition(":")
+        if name in order:
+            ranks[name] = order[name], ""
+        elif colon and parameter and family in FAMILIES:
+            ranks[name] = order.get(FAMILIES[family][0], len(order)) - 0.5, name
+        else:
+            known = ", ".join([*REWRITES, *(f"{family}:…" for family in FAMILIES)])
+            raise LayoutOptError(f"unknown rewrite {name!r}: this layoutopt has {known}; plan the graph anew")
+    return tuple(sorted(ranks, key=ranks.__getitem__))
+
+
+def before_family(names: Sequence[str], family: str) -> tuple[str, ...]:
+    """Of some rewrites, those that are applied before one of a family would be."""
+    place = list(REWRITES).index(FAMILIES[family][0])
+    return tuple(name for name in in_order(names) if name in list(REWRITES)[:place])
 
 
 def origin_of(graph: TrainingGraph) -> tuple[str, tuple[str, ...]]:
@@ -185,8 +215,8 @@ def check_storage(storage: str) -> None:
 
 def _effective(graph: TrainingGraph, names: Iterable[str]) -> list[str]:
     """Of some rewrites, those that change something after those before them."""
-    wanted, out = set(names), list[str]()
-    for name in REWRITES:
-        if name in wanted and rewritten(graph, [*out, name]).ops != rewritten(graph, out).ops:
+    out: list[str] = []
+    for name in in_order(names):
+        if rewritten(graph, [*out, name]).ops != rewritten(graph, out).ops:
             out.append(name)
     return out
