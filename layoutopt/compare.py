@@ -74,10 +74,12 @@ def measure_interleaved(
     rounds: int,
     budget_s: float,
     progress: Callable[[int, int], None] | None = None,
+    burst: int = 1,
 ) -> dict[str, tuple[list[float], float]]:
-    """Host seconds of whole steps, one step of each plan in turn, and the loss of each plan's first step.
+    """Host seconds of whole steps, ``burst`` of each plan in turn, and the loss of each plan's first step.
 
-    Stops after ``rounds`` rounds or when ``budget_s`` is used up (at least three rounds).
+    The host waits for the device once a turn. Stops after ``rounds`` rounds or when ``budget_s`` is used up (at least
+    three rounds).
     """
     from kernels.execute import Executor
 
@@ -94,13 +96,16 @@ def measure_interleaved(
         # Another strategy goes first each round, so that none always follows the same neighbour.
         for name in names[number % len(names) :] + names[: number % len(names)]:
             begin = time.perf_counter()
-            executors[name].step(inputs)
+            for _ in range(burst):
+                executors[name].step(inputs)
             executors[name].read(graph.outputs[0])
-            times[name].append(time.perf_counter() - begin)
+            times[name].append((time.perf_counter() - begin) / burst)
         if progress:
             progress(number + 1, rounds)
         if number >= 2 and time.perf_counter() - started > budget_s:
             break
+    for executor in executors.values():
+        executor.close()
     return {name: (times[name], losses[name]) for name in plans}
 
 

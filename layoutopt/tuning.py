@@ -211,10 +211,16 @@ class Planner:
     Args:
         graphs: as they are to be planned.
         clock: seconds.
+        strategies: whose plans they are, in the order in which they are asked.
     """
 
-    def __init__(self, graphs: Sequence[TrainingGraph], clock: Callable[[], float] = time.monotonic) -> None:
-        self._graphs, self._clock = list(graphs), clock
+    def __init__(
+        self,
+        graphs: Sequence[TrainingGraph],
+        clock: Callable[[], float] = time.monotonic,
+        strategies: Sequence[str] = (*QUICK, EXACT),
+    ) -> None:
+        self._graphs, self._clock, self._strategies = list(graphs), clock, tuple(strategies)
         self._open: dict[int, None] = dict.fromkeys(range(len(self._graphs)))  # answers that were not all measured
         self._took_s: dict[int, float] = {}
 
@@ -267,7 +273,7 @@ class Planner:
         out: list[BoundStep] = []
         try:
             tables = planner.tabulate(graph, costs, progress=watch, pricer=pricer)
-            for strategy in (*QUICK, EXACT):
+            for strategy in self._strategies:
                 seconds = min(SOLVE_S, end - self._clock())
                 if seconds <= 0:
                     break
