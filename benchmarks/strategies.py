@@ -4,7 +4,7 @@
                                     [--device SEL] [--device-model D] [--calibration S] [--rounds N] [--burst N]
                                     [--predict-only] [--json OUT] [--smoke]
 
-MODEL is a graph file or a shipped name; ``--works A`` is DIR/A.graph, or is captured (which needs torch). One graph, the
+MODEL is a graph file or a shipped name; ``--works A`` is DIR/A.graph, or is captured (with torch). One graph, the
 rewritten one that the solver plans fastest, is planned by every strategy from one cost model. *Over ilp* is what a
 strategy's kernels and relayouts are predicted to take over the solver's; of the peers' policies it includes copies that
 they make and no kernel here does, which are listed (*not run*) and neither in the plan nor in what is measured: no peer

@@ -110,6 +110,8 @@ class _Left:
 
     def _fix(self, x: int, state: int) -> None:
         """A node takes a state now; its neighbours pay for it."""
+        if not np.isfinite(self.costs[x][state]):
+            raise Unsolvable(x)
         self.fixed[x] = state
         for y, matrix in self._apart(x).items():
             self.costs[y] = self.costs[y] + matrix[state]
