@@ -264,11 +264,16 @@ class _Wisher:
         if shape[0] == 1 and order in ("plain", "swapped"):
             return None
         kept = self.policy.batched if shape[0] > 1 else _stacked(self.policy.matrix)
-        found = seen(op.operands[position].view, self.graph.tensors[op.operands[position].tensor].shape)
+        return self._upright(kept, op.operands[position])
+
+    def _upright(self, kept: Callable[[Shape], Layout], operand: Operand) -> Layout:
+        """A matrix's layout, or its transpose's seen transposed where that is how the tensor lies."""
+        shape = self.graph.tensors[operand.tensor].shape
+        found, viewed = seen(operand.view, shape), operand.view.shape(shape)
         if found is None or not _runs_down(found):
-            return kept(shape)
-        swap = _swap(len(shape))
-        return kept(tuple(shape[a] for a in swap)).permute(swap)
+            return kept(viewed)
+        swap = _swap(len(viewed))
+        return kept(tuple(viewed[a] for a in swap)).permute(swap)
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 
@@ -321,13 +326,15 @@ class _Wisher:
             wanted = _stacked(self.policy.matrix)(viewed) if len(viewed) > 1 else Layout.row_major(viewed)
         if wanted is None:
             return self._as_it_lies(op, position, operand, primary)
-        pulled = operand.view.inverse(shape).layout(wanted)
+        back = operand.view.inverse(shape)
+        pulled = back.layout(wanted)
+        if order == "moved" and self._is_converted(op, position):
+            split = self._upright(self.policy.batched, operand)
+            self._note(op, operand, split, wanted)
+            pulled = pulled or back.layout(split)
         if pulled is None:
             self._extra(op, operand, primary, wanted)
             return primary
-        if order == "moved" and self.policy.second and self._is_converted(op, position):
-            viewed = wanted.shape
-            self._note(op, operand, self.policy.batched(viewed), wanted)
         return pulled
 
     def _as_it_lies(self, op: Op, position: int, operand: Operand, primary: Layout) -> Layout:
@@ -343,6 +350,8 @@ class _Wisher:
         return primary
 
     def _is_converted(self, op: Op, position: int) -> bool:
+        if self.policy.second is None:
+            return False
         if op.kind == "contraction":
             return position == 1 and self.graph.operand_shape(op.inputs[1])[0] > 1
         return _is_attention_operand(op, position) and position in (1, 2)
