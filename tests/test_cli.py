@@ -248,6 +248,13 @@ def test_compare_without_a_device(capsys, net: Path) -> None:
     text = run(capsys, "compare", net, *GENERIC, "--no-measure", "--no-simulate", "--strategies", "rowmajor")
     assert "rowmajor" in text
     assert "misses" not in text
+    options = ("--no-measure", "--no-simulate", "--strategies", "ilp,bfs,tflite")
+    rows = {row["strategy"]: row for row in as_json(capsys, "compare", net, *GENERIC, *options)["rows"]}
+    assert rows["ilp"]["gap"] == 0
+    assert all(row["gap"] >= 0 for row in rows.values())
+    text = run(capsys, "compare", net, *GENERIC, *options)
+    assert "over ilp" in text
+    assert (f"tflite: {rows['tflite']['not_run']} more copies" in text) == (rows["tflite"]["not_run"] > 0)
 
 
 @pytest.mark.peer

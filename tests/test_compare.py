@@ -5,9 +5,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
+from kernels.execute import Executor
 from kernels.feed import Feed
 from kernels.runtime import Runtime, devices
 from layoutopt.compare import compare, measure_interleaved
@@ -75,6 +77,38 @@ def test_rows_say_what_was_planned_measured_and_simulated(graph: TrainingGraph, 
     np.testing.assert_allclose(losses, losses[0], rtol=1e-5)  # a layout changes no result
     assert told[0] == ("measuring", 1, 4)
     assert told[-1] == ("simulating", 3, 3)
+
+
+def test_gaps_are_to_the_exact_plan_and_copies_that_are_not_run_count(graph: TrainingGraph) -> None:
+    from costmodel import device as device_models
+
+    model = device_models.load("generic-cpu")
+    plain, relaid = naive_plan(graph, model.limits), naive_plan(graph, model.limits, r_tile, relayouts_share=1.0)
+    exact = msgspec.structs.replace(plain, solver=msgspec.structs.replace(plain.solver, objective_ns=1000))
+    peer = msgspec.structs.replace(relaid.solver, objective_ns=1300, not_run_copies=3, not_run_ns=200)
+    plans = {"ilp": exact, "tflite": msgspec.structs.replace(relaid, solver=peer)}
+    rows = compare(graph, plans, model, simulate_caches=False)
+    assert [row.gap for row in rows] == [0.0, pytest.approx(0.5)]
+    assert [(row.not_run, row.not_run_s) for row in rows] == [(0, 0.0), (3, pytest.approx(2e-7))]
+    plans.pop("ilp")
+    assert [row.gap for row in compare(graph, plans, model, simulate_caches=False)] == [None]
+
+
+def test_turns_of_several_steps_give_the_time_of_one(graph: TrainingGraph, device_index: int) -> None:
+    runtime = Runtime(devices()[device_index])
+    plan = naive_plan(graph, runtime.limits)
+    steps = []
+    run = Executor.step
+
+    def counted(self: Executor, inputs: dict[str, np.ndarray]) -> None:
+        steps.append(1)
+        run(self, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "step", counted)
+        measured = measure_interleaved(graph, {"a": plan}, runtime, start(graph), rounds=4, budget_s=60.0, burst=5)
+    assert len(steps) == 1 + 4 * 5
+    assert len(measured["a"][0]) == 4
 
 
 def test_no_device_measures_nothing(graph: TrainingGraph) -> None:
