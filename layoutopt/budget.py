@@ -6,9 +6,11 @@
   costs of the plans that were too large, for each rewritten graph;
 - *layouts*: a *lean* plan chooses among layouts without padding only, and makes no copies in a second layout.
 
-Each choice is planned whole, layouts and arena, in the order of what it is expected to take; the fastest that fits is
-kept. Where none fits, the least memory that any plan needs is found by the same means, and the error says it: a budget
-of that much is met.
+Choices are tried in the order of what they are expected to take, with layouts and an arena each, until the next one
+cannot be faster than the best that fits. While trying, the exact solver is spared: what is made anew lies as its
+original does in the plan that was too large. The choice that is kept is then solved exactly; where the proven optimum
+does not fit, the plan's gap is to that. Where nothing fits, the least memory that any plan needs is found by the same
+means, and the error says it: a budget of that much is met.
 
 Part of the face: it joins the planner's parts.
 """
@@ -20,20 +22,41 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.errors import DeviceError, InfeasibleError
 from layoutopt.graph import TrainingGraph
+from layoutopt.memory import Buffer, live_bytes
 from layoutopt.plan import Plan
 from layoutopt.pricing import Tables
-from layoutopt.problem import Assignment, OpNode, Problem
+from layoutopt.problem import Assignment, Choice, OpNode, Problem
 from layoutopt.recompute_search import Recomputation, frontier, thinned
-from layoutopt.rewrite_updates import peak_bytes
+from layoutopt.rewrite_anew import SUFFIX
 from layoutopt.rewrites import before_family, origin_of, rewritten
+from layoutopt.strategies import prefer, rowmajor
 
-__all__ = ["Option", "Tried", "fit", "lean", "options"]
+__all__ = ["Makers", "Option", "Tried", "alike", "fit", "fullest", "lean", "options"]
 
+_CLOSE = 0.001
+"""A plan this close to the bound is not improved by the exact solver."""
 _MOST_CHOICES = 16
 """Choices of recomputation that are planned for a graph at most."""
 
 Tried = tuple[Tables, Assignment]
-"""A graph with its prices, and the cheapest assignment whatever memory it needs."""
+"""A graph with its prices, and an assignment of it."""
+
+
+@dataclass(frozen=True)
+class Makers:
+    """The planner's parts, as they are needed here.
+
+    Attributes:
+        tabulate: prices a graph.
+        assign: the strategy's assignment, with the tables that it is of.
+        place: makes and checks a plan of an assignment, whatever memory it needs.
+        exact: ``assign`` takes long and proves what it finds.
+    """
+
+    tabulate: Callable[[TrainingGraph], Tables]
+    assign: Callable[[Tables], Tried]
+    place: Callable[[Tables, Assignment], Plan]
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -41,16 +64,16 @@ class Option:
     """A graph that may be planned.
 
     Attributes:
-        graph: rewritten.
+        names: of its rewrites.
         recomputation: what it makes anew, and what that takes.
         expected_ns: of its plan.
-        least_bytes: no plan of it needs less memory.
+        base: the graph without that, with its cheapest assignment.
     """
 
-    graph: TrainingGraph = field(repr=False)
+    names: tuple[str, ...]
     recomputation: Recomputation
     expected_ns: int
-    least_bytes: int
+    base: Tried = field(repr=False)
 
 
 def options(graph: TrainingGraph, tried: Iterable[Tried], most: int = _MOST_CHOICES) -> list[Option]:
@@ -69,9 +92,9 @@ def options(graph: TrainingGraph, tried: Iterable[Tried], most: int = _MOST_CHOI
         sizes = {t.name: t.size_elems * t.item_bytes for t in tables.graph.tensors.values()}
         choices = frontier(rewritten(graph, before_family(names, "anew")), cost_ns, sizes)
         for choice in thinned(choices, most):
-            made = rewritten(graph, [*names, choice.name]) if choice.name else tables.graph
-            out.append(Option(made, choice, assignment.cost_ns + choice.extra_ns, peak_bytes(made)))
-    return sorted(out, key=lambda o: (o.expected_ns, o.least_bytes, origin_of(o.graph)[1]))
+            own = (*names, choice.name) if choice.name else names
+            out.append(Option(own, choice, assignment.cost_ns + choice.extra_ns, (tables, assignment)))
+    return sorted(out, key=lambda o: (o.expected_ns, o.recomputation.peak_bytes, o.names))
 
 
 def lean(tables: Tables) -> Tables:
@@ -81,7 +104,7 @@ def lean(tables: Tables) -> Tables:
     return replace(tables, problem=replace(problem, ops=ops, relayout_ns={}))
 
 
-def _unpadded(problem: Problem, op: OpNode) -> tuple:
+def _unpadded(problem: Problem, op: OpNode) -> tuple[Choice, ...]:
     """An op's choices without padding; all of them where there is none such."""
     sizes = [problem.storages[s].sizes_bytes for s in op.operands]
     small = [
@@ -92,44 +115,111 @@ def _unpadded(problem: Problem, op: OpNode) -> tuple:
     return tuple(small) or op.choices
 
 
-class _Planned:
-    """Plans of options, each made once, whatever memory they need.
+def alike(tables: Tables, base: Tried, slim: bool) -> Assignment:
+    """An assignment like that of a graph without recomputation: what is made anew lies as its original does.
 
     Args:
-        tabulate: prices a graph.
-        plan: makes and checks a plan of a priced graph.
-    """
+        tables: of the graph with recomputation.
+        base: of the graph without, and its assignment.
+        slim: the tables are lean.
 
-    def __init__(self, tabulate: Callable[[TrainingGraph], Tables], plan: Callable[[Tables], Plan]) -> None:
-        self._tabulate, self._plan = tabulate, plan
-        self.made: dict[tuple[tuple[str, ...], bool], tuple[Tables, Plan] | None] = {}
+    Raises:
+        InfeasibleError: there is none.
+    """
+    known, assignment = base
+    wanted = []
+    for node in tables.problem.storages:
+        s = known.index.get(node.name, known.index.get(node.name.removesuffix(SUFFIX)))
+        layout = known.problem.storages[s].candidates[assignment.primary[s]] if s is not None else None
+        wanted.append(node.candidates.index(layout) if layout in node.candidates else 0)
+    try:
+        return prefer(tables.problem, wanted, "alike", stay=slim)
+    except InfeasibleError:
+        return rowmajor(tables.problem)
+
+
+def further(graphs: Iterable[TrainingGraph], tried: Sequence[Tried], makers: Makers) -> Iterator[Tried]:
+    """More graphs like those that were tried, with assignments that cost no search."""
+    for graph in graphs:
+        names = set(origin_of(graph)[1])
+        near = min(tried, key=lambda one: len(names ^ set(origin_of(one[0].graph)[1])))
+        tables = makers.tabulate(graph)
+        try:
+            yield (tables, alike(tables, near, False)) if makers.exact else makers.assign(tables)
+        except InfeasibleError:
+            continue
+
+
+class _Planned:
+    """Plans of options, each made once, whatever memory they need."""
+
+    def __init__(self, graph: TrainingGraph, makers: Makers) -> None:
+        self.graph, self.makers = graph, makers
+        self._made: dict[tuple[tuple[str, ...], bool], tuple[Tables, Plan] | None] = {}
+        self._tables: tuple[tuple[str, ...], Tables] | None = None
+
+    def tables(self, option: Option) -> Tables:
+        """Prices of its graph."""
+        if self._tables is None or self._tables[0] != option.names:
+            self._tables = option.names, self.makers.tabulate(rewritten(self.graph, option.names))
+        return self._tables[1]
 
     def plans(self, option: Option) -> Iterator[tuple[Tables, Plan]]:
-        """The plan with every layout, and the lean one; without those that do not exist."""
-        tables: Tables | None = None
+        """A plan with every layout, and a lean one; without those that do not exist."""
         for slim in (False, True):
-            key = origin_of(option.graph)[1], slim
-            if key not in self.made:
-                tables = tables or self._tabulate(option.graph)
-                self.made[key] = self._one(lean(tables) if slim else tables)
-            found = self.made[key]
+            key = option.names, slim
+            if key not in self._made:
+                self._made[key] = self._one(option, slim)
+            found = self._made[key]
             if found is not None:
                 yield found
 
-    def _one(self, tables: Tables) -> tuple[Tables, Plan] | None:
+    def _one(self, option: Option, slim: bool) -> tuple[Tables, Plan] | None:
+        tables = lean(self.tables(option)) if slim else self.tables(option)
         try:
-            return tables, self._plan(tables)
+            if self.makers.exact:
+                return tables, self.makers.place(tables, alike(tables, option.base, slim))
+            own, assignment = self.makers.assign(tables)
+            return tables, self.makers.place(own, assignment)
         except (InfeasibleError, DeviceError):
             return None
+
+    def proven(self, option: Option, best: tuple[Tables, Plan], limit_bytes: int) -> tuple[Tables, Plan]:
+        """The fastest plan of an option that fits, by the exact solver where that finds one."""
+        whole, assignment = self.makers.assign(self.tables(option))
+        candidates = [best]
+        close = best[1].solver.objective_ns <= assignment.bound_ns * (1 + _CLOSE)
+        for slim in (False,) if close else (False, True):
+            tables = lean(whole) if slim else whole
+            try:
+                found = self.makers.assign(tables)[1] if slim else assignment
+                plan = self.makers.place(tables, found)
+            except (InfeasibleError, DeviceError):
+                continue
+            if plan.arena_bytes <= limit_bytes:
+                candidates.append((tables, plan))
+                if not slim and assignment.status == "OPTIMAL":
+                    return tables, plan
+        tables, plan = min(candidates, key=lambda pair: pair[1].solver.objective_ns)
+        report, bound = plan.solver, assignment.bound_ns
+        gap = (report.objective_ns - bound) / report.objective_ns if bound and report.objective_ns else 1.0
+        return tables, replace_report(plan, status="FEASIBLE", bound_ns=bound, gap=gap)
+
+
+def replace_report(plan: Plan, **changes: object) -> Plan:
+    """A plan with something else in its solver's report."""
+    import msgspec
+
+    report = msgspec.structs.replace(plan.solver, **changes)
+    return msgspec.structs.replace(plan, solver=report)
 
 
 def fit(
     graph: TrainingGraph,
     tried: Sequence[Tried],
-    found: Sequence[tuple[Tables, Plan]],
+    smaller: Sequence[TrainingGraph],
     limit_bytes: int,
-    tabulate: Callable[[TrainingGraph], Tables],
-    plan: Callable[[Tables], Plan],
+    makers: Makers,
     error: InfeasibleError | DeviceError,
 ) -> tuple[Tables, Plan]:
     """The fastest plan that fits into memory, with what it was made from.
@@ -137,42 +227,50 @@ def fit(
     Args:
         graph: as captured.
         tried: rewritten graphs whose best plans do not fit, with their cheapest assignments.
-        found: plans that fit, if there are some.
+        smaller: further rewritten graphs, which have not been planned.
         limit_bytes: of the arena.
-        tabulate: prices a graph.
-        plan: makes a plan of a priced graph, whatever memory it needs.
+        makers: of plans.
         error: what to raise where nothing fits, with the least that is needed instead of what the first plan needed.
 
     Raises:
         InfeasibleError, DeviceError: none fits; says what the least budget is for which a plan was found.
     """
-    best = min(found, key=lambda pair: pair[1].solver.objective_ns, default=None)
-    planned = _Planned(tabulate, plan)
-    ranked = options(graph, tried)
+    best: tuple[Tables, Plan] | None = None
+    chosen: Option | None = None
+    planned = _Planned(graph, makers)
+    ranked = options(graph, [*tried, *further(smaller, tried, makers)])
     for option in ranked:
         if best is not None and option.expected_ns >= best[1].solver.objective_ns:
             break
-        if option.least_bytes > limit_bytes:
+        if option.recomputation.peak_bytes > limit_bytes:
             continue
         for pair in planned.plans(option):
             if pair[1].arena_bytes <= limit_bytes:
                 if best is None or pair[1].solver.objective_ns < best[1].solver.objective_ns:
-                    best = pair
+                    best, chosen = pair, option
                 break
-    if best is not None:
-        return best
+    if best is None:
+        raise _too_little(planned, ranked, limit_bytes, error)
+    if chosen is not None and makers.exact:
+        best = planned.proven(chosen, best, limit_bytes)
+    return best
+
+
+def _too_little(
+    planned: _Planned, ranked: Sequence[Option], limit_bytes: int, error: InfeasibleError | DeviceError
+) -> InfeasibleError | DeviceError:
+    """What to say where no plan fits: the least that is needed, and where that plan is fullest."""
     least: Plan | None = None
-    for option in sorted(ranked, key=lambda o: (o.least_bytes, o.expected_ns)):
-        if least is not None and option.least_bytes >= least.arena_bytes:
+    for option in sorted(ranked, key=lambda o: (o.recomputation.peak_bytes, o.expected_ns)):
+        if least is not None and option.recomputation.peak_bytes >= least.arena_bytes:
             break
-        for pair in planned.plans(option):
-            if least is None or pair[1].arena_bytes < least.arena_bytes:
-                least = pair[1]
-    raise error if least is None else _too_little(least, limit_bytes, error)
-
-
-def _too_little(least: Plan, limit_bytes: int, error: InfeasibleError | DeviceError) -> InfeasibleError | DeviceError:
-    """What to say where even the smallest plan is too large."""
+        for _, plan in planned.plans(option):
+            if least is None or plan.arena_bytes < least.arena_bytes:
+                least = plan
+        if least is None:  # not even this one: the device refuses it
+            return error
+    if least is None:
+        return error
     peaks, largest = fullest(least)
     message = (
         f"no plan of {least.graph_name!r} fits into {limit_bytes} bytes of device memory: the least feasible budget "
@@ -184,8 +282,6 @@ def _too_little(least: Plan, limit_bytes: int, error: InfeasibleError | DeviceEr
 
 def fullest(plan: Plan) -> tuple[list[str], list[str]]:
     """The ops or relayouts at which a plan holds most, and the largest buffers at the fullest of them."""
-    from layoutopt.memory import Buffer, live_bytes
-
     buffers = [Buffer(s.name, s.size_bytes, s.first, s.last) for s in plan.arena]
     alive = live_bytes(buffers, len(plan.steps))
     peaks = sorted(range(len(alive)), key=lambda i: (-alive[i], i))[:3]

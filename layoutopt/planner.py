@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from layoutopt import strategies
 from layoutopt.assembly import assemble, item_cost
+from layoutopt.budget import Makers, fit
 from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
 from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
@@ -25,7 +26,7 @@ from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
 from layoutopt.propagation import bfs, majority
 from layoutopt.rewrite_neighbours import alike_runs
-from layoutopt.rewrites import STORAGES, alternatives, planned_graph, rewritten
+from layoutopt.rewrites import STORAGES, alternatives, origin_of, planned_graph, rewritten
 from layoutopt.solve import solve
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ STRATEGIES = (
 
 EQUALLY_FAST = 0.01
 """Plans of rewritten graphs whose predicted times differ by less than this share are equally fast."""
+
+AGAIN = 0.25
+"""Of the solver's time limit, the part for each further solution of a graph of which no plan fits into memory."""
 
 _BY_TABLES = {**strategies.STRATEGIES, "bfs": bfs, "majority": majority, "chaindp": chaindp}
 
@@ -121,14 +125,31 @@ def _plan(
     progress: Progress | None,
     keep: tuple[str, ...],
 ) -> Plan:
+    own, assignment = _assigned(tables, strategy, time_limit_s, progress)
+    return _placed(own, costs, assignment, strategy, memory_bytes, progress, keep)
+
+
+def _assigned(
+    tables: Tables, strategy: str, time_limit_s: float, progress: Progress | None
+) -> tuple[Tables, Assignment]:
+    """The assignment and the tables it is of: a peer's policy has its own."""
     if progress:
         progress(f"solving ({strategy})", 0.9)
-    own, assignment = (
-        applied(tables, strategy) if strategy in POLICIES else (tables, assign(tables, strategy, time_limit_s))
-    )
+    return applied(tables, strategy) if strategy in POLICIES else (tables, assign(tables, strategy, time_limit_s))
+
+
+def _placed(
+    tables: Tables,
+    costs: Costs,
+    assignment: Assignment,
+    strategy: str,
+    memory_bytes: int | None,
+    progress: Progress | None,
+    keep: tuple[str, ...],
+) -> Plan:
     if progress:
         progress("placing and validating", 0.95)
-    out = with_not_run(assemble(own, costs, assignment, strategy, memory_bytes, keep), own)
+    out = with_not_run(assemble(tables, costs, assignment, strategy, memory_bytes, keep), tables)
     validate(out, tables.graph, costs)
     if progress:
         progress("planned", 1.0)
@@ -149,26 +170,37 @@ def _best(
     """The plan of the rewritten graph that is predicted to be fastest, and the tables it came from.
 
     Of plans that are equally fast (see ``EQUALLY_FAST``) it is the one with the smallest arena. Where none fits into
-    memory, graphs that compute some results twice are tried too.
+    memory, graphs that compute some results twice are tried too, and layouts without padding (``layoutopt/budget.py``).
 
     Raises:
         InfeasibleError, DeviceError: no rewritten graph has a plan that fits; the last one's reason.
     """
     found: list[tuple[Tables, Plan]] = []
     refused: list[InfeasibleError | DeviceError] = []
+    tried: list[tuple[Tables, Assignment]] = []
     pricer = Pricer(costs)
-    for smaller in (False, True):
-        for candidate in _candidates(graph, rewrites, storage, keep, smaller):
-            tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
-            try:
-                found.append((tables, _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, keep)))
-            except (InfeasibleError, DeviceError) as error:
-                refused.append(error)
-        if found:
-            break
-    else:
+    for candidate in _candidates(graph, rewrites, storage, keep, False):
+        tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
+        try:
+            own, assignment = _assigned(tables, strategy, time_limit_s, progress)
+            tried.append((own, assignment))
+            found.append((tables, _placed(own, costs, assignment, strategy, memory_bytes, progress, keep)))
+        except (InfeasibleError, DeviceError) as error:
+            refused.append(error)
+    if found:
+        return fastest(found)
+    if not tried or rewrites is not None or origin_of(graph)[1]:
         raise refused[-1]
-    return fastest(found)
+    makers = Makers(
+        lambda candidate: tabulate(candidate, costs, pricer=pricer),
+        lambda tables: _assigned(tables, strategy, time_limit_s * AGAIN, progress),
+        lambda own, assignment: _placed(own, costs, assignment, strategy, None, progress, keep),
+        exact=strategy == "ilp",
+    )
+    most = min(costs.limits.max_alloc_bytes, costs.limits.global_mem_bytes)
+    limit_bytes = most if memory_bytes is None else min(most, memory_bytes)
+    smaller = _candidates(graph, rewrites, storage, keep, True)
+    return fit(graph, tried, smaller, limit_bytes, makers, refused[-1])
 
 
 def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:
