@@ -49,6 +49,10 @@ class Executor:
             nobody wrote is seen.
         share: let steps share launches where they may: results are the same bit by bit.
 
+    Attributes:
+        memory_bytes: of the device buffers that it made: the arena with the region behind it where inputs arrive, and
+            tables of launches. Steps make none.
+
     Raises:
         GraphError: the plan is for another graph or damaged, a value is unknown or missing, or a kept tensor's memory
             is reused before the step ends.
@@ -95,6 +99,7 @@ class Executor:
         self._forward_calls: list[Call] = []
         self._tables: list[Any] = []
         self._images: list[Any] = []
+        before = runtime.allocated_bytes
         self._arena = runtime.allocate(size)
         if poison:
             runtime.fill(self._arena, 0xFF)
@@ -124,6 +129,7 @@ class Executor:
                 value = np.broadcast_to(np.asarray(graph.constants[tensor.name]), tensor.shape)
                 self._store(tensor.name, value.astype(STORAGE_DTYPES[tensor.dtype]))
         self._start(values or {}, seed)
+        self.memory_bytes = runtime.allocated_bytes - before
 
     # ---- checks -----------------------------------------------------------------------------------------------------
 

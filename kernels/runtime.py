@@ -68,6 +68,8 @@ class Runtime:
         directory = dump if dump is not None else os.environ.get(DUMP_ENV)
         self.dump = Path(directory) if directory else None
         self._programs: dict[str, tuple[Any, str]] = {}
+        self.allocated_bytes = 0
+        """Of all device buffers that were made here; what is given back is not taken off."""
         workers = worker_count(self.limits) if _NVIDIA in self.info.vendor.casefold() else 0
         self._builders = Builders(self.info.index, workers) if workers > 1 else None
 
@@ -209,7 +211,9 @@ class Runtime:
             DeviceError: the device has not that much.
         """
         try:
-            return self._cl.Buffer(self.context, self._cl.mem_flags.READ_WRITE, max(size_bytes, 1))
+            buffer = self._cl.Buffer(self.context, self._cl.mem_flags.READ_WRITE, max(size_bytes, 1))
+            self.allocated_bytes += buffer.size
+            return buffer
         except (self._cl.Error, MemoryError) as error:
             raise DeviceError(
                 f"device {self.info.label} refuses a buffer of {size_bytes} bytes "
@@ -219,7 +223,9 @@ class Runtime:
     def constant(self, values: np.ndarray) -> Any:
         """A small read-only buffer holding ``values``."""
         flags = self._cl.mem_flags.READ_ONLY | self._cl.mem_flags.COPY_HOST_PTR
-        return self._cl.Buffer(self.context, flags, hostbuf=np.ascontiguousarray(values))
+        buffer = self._cl.Buffer(self.context, flags, hostbuf=np.ascontiguousarray(values))
+        self.allocated_bytes += buffer.size
+        return buffer
 
     def region(self, buffer: Any, offset_bytes: int, size_bytes: int) -> Any:
         """A sub-buffer; the offset is a multiple of the device's base alignment."""
