@@ -1,4 +1,4 @@
-"""The command line: ``layoutopt devices | capture | calibrate | plan | simulate | profile | compare | train | demo``.
+"""The command line: ``layoutopt devices | capture | calibrate | plan | sweep | simulate | profile | compare | …``.
 
 Every command takes ``--json`` for machines and prints tables and progress for people (progress on standard error). Bad
 input is one sentence on standard error and exit code 2.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt import __version__
+from layoutopt.cli_sweep import sweep
 from layoutopt.errors import DeviceError, LayoutOptError
 from layoutopt.files import check_target
 from layoutopt.show import Progress, emit, out, say, table
@@ -467,6 +468,9 @@ def print_rows(rows: Sequence[object]) -> None:
     walked = [row.walked for row in data if row.walked is not None]
     if walked:
         out(f"simulated misses: {min(walked):.0%} of the accesses walked, the rest extrapolated by work groups")
+
+
+app.command()(sweep)
 
 
 @app.command()
