@@ -31,7 +31,7 @@ from layoutopt.rewrite_anew import SUFFIX
 from layoutopt.rewrites import before_family, origin_of, rewritten
 from layoutopt.strategies import prefer, rowmajor
 
-__all__ = ["Makers", "Option", "Tried", "alike", "fit", "fullest", "lean", "options"]
+__all__ = ["Makers", "Option", "Planned", "Tried", "alike", "fit", "fullest", "further", "lean", "options"]
 
 _CLOSE = 0.001
 """A plan this close to the bound is not improved by the exact solver."""
@@ -150,7 +150,7 @@ def further(graphs: Iterable[TrainingGraph], tried: Sequence[Tried], makers: Mak
             continue
 
 
-class _Planned:
+class Planned:
     """Plans of options, each made once, whatever memory they need."""
 
     def __init__(self, graph: TrainingGraph, makers: Makers) -> None:
@@ -237,7 +237,7 @@ def fit(
     """
     best: tuple[Tables, Plan] | None = None
     chosen: Option | None = None
-    planned = _Planned(graph, makers)
+    planned = Planned(graph, makers)
     ranked = options(graph, [*tried, *further(smaller, tried, makers)])
     for option in ranked:
         if best is not None and option.expected_ns >= best[1].solver.objective_ns:
@@ -257,7 +257,7 @@ def fit(
 
 
 def _too_little(
-    planned: _Planned, ranked: Sequence[Option], limit_bytes: int, error: InfeasibleError | DeviceError
+    planned: Planned, ranked: Sequence[Option], limit_bytes: int, error: InfeasibleError | DeviceError
 ) -> InfeasibleError | DeviceError:
     """What to say where no plan fits: the least that is needed, and where that plan is fullest."""
     least: Plan | None = None

@@ -290,6 +290,8 @@ def plan(
     memory: Memory = None,
     time_limit: TimeLimit = 60.0,
     output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.json"),
+    pareto: Annotated[bool, typer.Option("--pareto", help="Time against memory instead of one plan.")] = False,
+    picture: Annotated[Path | None, typer.Option("--picture", help="With --pareto: .svg or .png to write.")] = None,
     json: Json = False,
 ) -> None:
     """Choose all layouts of a graph at once and write the plan, validated."""
@@ -297,10 +299,19 @@ def plan(
     from layoutopt.facade import check_request, solve_plan
     from layoutopt.models import find_graph
 
+    if pareto and memory is not None:
+        raise LayoutOptError("--pareto shows all of memory against time: leave --memory out")
+    if picture is not None and not pareto:
+        raise LayoutOptError("--picture draws time against memory: give --pareto too")
     check_target(output)
     loaded = find_graph(graph)
     check_request([strategy], memory, loaded, storage)
     model = _model(device_model, device, loaded, json, storage=storage)
+    if pareto:
+        from layoutopt.cli_pareto import show_pareto
+
+        show_pareto(loaded, model, strategy, storage, time_limit, picture, json)
+        return
     with Progress("planning", quiet=json) as bar:
         solved = solve_plan(
             loaded,

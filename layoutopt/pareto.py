@@ -1,0 +1,179 @@
+"""Time against memory: the plans of one graph that no other beats in both.
+
+From the fastest plan to the one that needs least, each with more made anew in the backward pass
+(``layoutopt/recompute_search.py``), its layouts free or lean (``layoutopt/budget.py``). The exact solver plans the
+graphs in which nothing is made anew; what is made anew lies as its original does there, so that a point takes no
+search. ``layoutopt plan --memory`` with a point's bytes gives a plan at least as fast, solved exactly.
+
+Part of the face: it joins the planner's parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
+from layoutopt.graph import TrainingGraph
+from layoutopt.plan import Plan
+
+if TYPE_CHECKING:
+    from costmodel.cost import Costs
+    from layoutopt.budget import Makers, Tried
+    from layoutopt.pricing import Tables
+    from layoutopt.problem import Assignment
+
+__all__ = ["Point", "draw", "pareto", "slowdown_within", "undominated"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A plan of the frontier.
+
+    Attributes:
+        plan: to be run.
+        objective_ns: of its kernels, one after the other, as planning adds them up.
+        arena_bytes: all that a step needs.
+        ops_again: ops that run twice.
+        lean: layouts without padding and copies.
+    """
+
+    plan: Plan
+    objective_ns: int
+    arena_bytes: int
+    ops_again: int
+    lean: bool
+
+
+def pareto(
+    graph: TrainingGraph,
+    costs: Costs,
+    strategy: str = "ilp",
+    time_limit_s: float = 60.0,
+    progress: Callable[[str, float], None] | None = None,
+    *,
+    storage: str = "fp32",
+    most: int = 12,
+) -> tuple[Point, ...]:
+    """Plans of less and less memory, the fastest first.
+
+    Args:
+        graph: as captured, views folded.
+        costs: of the device the plans are for.
+        strategy: as ``planner.plan``.
+        time_limit_s: for the exact solver, a graph.
+        progress: told what is going on.
+        storage: how numbers lie in memory.
+        most: choices of recomputation that are planned, a rewritten graph.
+
+    Raises:
+        InfeasibleError, DeviceError: there is no plan at all.
+    """
+    from layoutopt.budget import Planned, further, options
+    from layoutopt.rewrites import alternatives
+
+    makers = _makers(costs, strategy, time_limit_s)
+    tried: list[Tried] = []
+    found: list[Point] = []
+    for candidate in alternatives(graph, None, storage):
+        if progress:
+            progress("solving without recomputation", 0.1 + 0.1 * len(tried))
+        tables, assignment = makers.assign(makers.tabulate(candidate))
+        tried.append((tables, assignment))
+        try:
+            found.append(_point(tables, makers.place(tables, assignment)))
+        except DeviceError:
+            continue  # too large; what is smaller may not be
+    planned = Planned(graph, makers)
+    more = further(alternatives(graph, None, storage, smaller=True), tried, makers)
+    ranked = options(graph, [*tried, *more], most)
+    for done, option in enumerate(ranked):
+        if progress:
+            progress(f"planning {done + 1} of {len(ranked)}", 0.4 + 0.6 * (done + 1) / len(ranked))
+        sooner = [p for p in found if p.objective_ns <= option.expected_ns]
+        if all(p.arena_bytes > option.recomputation.peak_bytes for p in sooner):  # or it is beaten already
+            found += [_point(*pair) for pair in planned.plans(option)]
+    if not found:
+        raise InfeasibleError(f"graph {graph.name!r} has no plan that fits device {costs.name!r}: use a smaller batch")
+    return undominated(found)
+
+
+def _makers(costs: Costs, strategy: str, time_limit_s: float) -> Makers:
+    from layoutopt.assembly import assemble
+    from layoutopt.budget import Makers
+    from layoutopt.planner import assign, check_strategy, tabulate, validate
+    from layoutopt.policies import POLICIES
+    from layoutopt.pricing import Pricer
+
+    check_strategy(strategy)
+    if strategy in POLICIES:
+        raise LayoutOptError(f"strategy {strategy!r} is a peer's policy, which has one plan: leave --pareto out")
+    pricer = Pricer(costs)
+
+    def place(tables: Tables, assignment: Assignment) -> Plan:
+        plan = assemble(tables, costs, assignment, strategy)
+        validate(plan, tables.graph, costs)
+        return plan
+
+    return Makers(
+        lambda graph: tabulate(graph, costs, pricer=pricer),
+        lambda tables: (tables, assign(tables, strategy, time_limit_s)),
+        place,
+        exact=strategy == "ilp",
+    )
+
+
+def _point(tables: Tables, plan: Plan) -> Point:
+    from layoutopt.rewrite_anew import SUFFIX
+
+    again = sum(op.op.endswith(SUFFIX) for op in plan.ops)
+    return Point(plan, plan.solver.objective_ns, plan.arena_bytes, again, not tables.problem.relayout_ns)
+
+
+def undominated(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Those that no other beats in time and memory, the fastest first."""
+    out: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.objective_ns, p.arena_bytes)):
+        if not out or point.arena_bytes < out[-1].arena_bytes:
+            out.append(point)
+    return tuple(out)
+
+
+def slowdown_within(points: Sequence[Point], budget_bytes: float) -> float | None:
+    """The fastest point's time within a budget over the fastest of all; None where none fits."""
+    fitting = [p.objective_ns for p in points if p.arena_bytes <= budget_bytes]
+    return min(fitting) / points[0].objective_ns if fitting else None
+
+
+def draw(points: Sequence[Point], title: str, path: Path) -> None:
+    """Write a picture of the frontier, of the kind that the file's name ends in (.svg, .png, .pdf).
+
+    Raises:
+        LayoutOptError: matplotlib is not installed, or does not know such files.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise LayoutOptError("a picture needs matplotlib: pip install 'layoutopt[demo]'") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    memory = [p.arena_bytes / 2**20 for p in points]
+    times = [p.objective_ns * 1e-6 for p in points]
+    axes.step(memory, times, where="post", color="tab:grey", linewidth=1)
+    for slim, marker in ((False, "o"), (True, "s")):
+        own = [(x, y) for x, y, p in zip(memory, times, points, strict=True) if p.lean == slim]
+        if own:
+            label = "no padding, no copies" if slim else "all layouts"
+            axes.plot(*zip(*own, strict=True), marker, label=label)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("memory of a step, MiB")
+    axes.set_ylabel("predicted kernels of a step, ms")
+    axes.set_title(title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except ValueError as error:
+        raise LayoutOptError(f"cannot draw to {path}: give a name that ends in .svg, .png or .pdf") from error
