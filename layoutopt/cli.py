@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt import __version__
+from layoutopt import __version__, interrupts
 from layoutopt.cli_sweep import sweep
 from layoutopt.errors import DeviceError, LayoutOptError
 from layoutopt.files import check_target
@@ -75,7 +75,12 @@ def _sentence(error: Exception) -> str:
 
 def run() -> None:
     """Console-script entry."""
-    sys.exit(main())
+    code = main()
+    if interrupts.abandoned():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 @app.callback(invoke_without_command=True)
@@ -312,7 +317,7 @@ def plan(
 
         show_pareto(loaded, model, strategy, storage, time_limit, picture, json)
         return
-    with Progress("planning", quiet=json) as bar:
+    with interrupts.graceful(lambda line: say(f"layoutopt: {line}")), Progress("planning", quiet=json) as bar:
         solved = solve_plan(
             loaded,
             model,

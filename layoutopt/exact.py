@@ -9,11 +9,11 @@ cheapest rows: what it finds is an assignment, often the best, and everything be
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from layoutopt.factors import Factor
+from layoutopt.interrupts import overdue
 from layoutopt.reduce import Domain
 from layoutopt.states import SCALE, Network
 from layoutopt.sweeps import Prepared, sweep
@@ -172,7 +172,7 @@ class _Search:
                 rows = min(rows * _ROWS_GROWTH, self.limits.rows)
 
     def _in_time(self) -> None:
-        if time.perf_counter() > self.limits.deadline:
+        if overdue(self.limits.deadline):
             raise OutOfTimeError
 
     def _sweep(self, base: _Base, top: int, rounds: int) -> _Base | None:

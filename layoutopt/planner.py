@@ -15,6 +15,7 @@ from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
 from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import DTYPES, TrainingGraph
+from layoutopt.interrupts import requested
 from layoutopt.layout import Layout
 from layoutopt.pass_views import overwrites
 from layoutopt.pbqp import chaindp
@@ -180,6 +181,8 @@ def _best(
     tried: list[tuple[Tables, Assignment]] = []
     pricer = Pricer(costs)
     for candidate in _candidates(graph, rewrites, storage, keep, False):
+        if found and requested():
+            break
         tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
         try:
             own, assignment = _assigned(tables, strategy, time_limit_s, progress)

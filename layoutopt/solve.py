@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 from ortools.math_opt.python import mathopt
 
@@ -35,6 +36,7 @@ from layoutopt.check import check
 from layoutopt.conflict import explain
 from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.exact import remaining, search
+from layoutopt.interrupts import StoppedError, interruptible, overdue, requested, searching
 from layoutopt.problem import Assignment, Problem
 from layoutopt.reduce import Domain, consistent, reduce
 from layoutopt.states import TooManyStatesError, network
@@ -78,7 +80,7 @@ def solve(
     Args:
         problem: the tables.
         time_limit_s: for the search; when it is reached, the best assignment known is returned as "FEASIBLE" with the
-            bound so far.
+            bound so far. So does Ctrl-C inside ``interrupts.graceful``.
         starts: assignments to start from; the strategies' by default.
         reductions: all by default.
         most_rows: of a table in elimination; beyond that HiGHS takes over.
@@ -89,8 +91,18 @@ def solve(
     Raises:
         InfeasibleError: there is none; ``conflict`` names ops and storages that together cannot be served.
     """
+    with searching():
+        return _solve(problem, time_limit_s, starts, reductions or Reductions(), most_rows)
+
+
+def _solve(
+    problem: Problem,
+    time_limit_s: float,
+    starts: Iterable[Assignment] | None,
+    switches: Reductions,
+    most_rows: int,
+) -> Assignment:
     started = time.perf_counter()
-    switches = reductions or Reductions()
     domain = reduce(problem) if switches.dominance else consistent(problem)
     known = list(heuristics(problem) if starts is None else starts)
     best = min(known, key=lambda a: a.cost_ns) if known else None
@@ -108,13 +120,17 @@ def solve(
         method = f"{method}, proven on tables" if closed and method != "tables" else method
     if closed and best is None:
         raise explain(problem)
-    if not closed and left is not None:
+    if not closed and requested():
+        method = f"{method}; interrupted"
+    elif not closed and left is not None:
         # At least a moment: HiGHS also says whether anything is possible at all.
         seconds = max(time_limit_s - (time.perf_counter() - started), 1e-3)
         best, bound, closed, method = _by_highs(problem, left, best, bound, seconds, switches, method)
     elif not closed:
         closed = True
     if best is None:
+        if requested():
+            raise KeyboardInterrupt  # there is nothing to return
         raise InfeasibleError(f"no assignment found within {time_limit_s:g} s, none proven impossible: allow more time")
     status = "OPTIMAL" if closed or bound >= best.cost_ns else "FEASIBLE"
     bound = best.cost_ns if status == "OPTIMAL" else bound
@@ -149,7 +165,7 @@ def _on_tables(
         found = priced(problem, net.primaries(outcome.values), net.choices(outcome.values), "tables", "FEASIBLE")
     closed = outcome.closed
     tabled = _Tabled(outcome.cost_ns, outcome.bound_ns, closed, found)
-    if closed or not switches.sweeps or time.perf_counter() > limits.deadline:
+    if closed or not switches.sweeps or overdue(limits.deadline):
         return tabled, domain
     return tabled, remaining(net, outcome.cost_ns if outcome.cost_ns is not None else ceiling)
 
@@ -175,7 +191,10 @@ def _by_highs(
     """
     merged = merge_chains(problem, domain) if switches.chains else unmerged(problem, domain)
     model = None if merged is None else _Model(merged)
-    result = None if model is None else model.run(seconds, best)
+    try:
+        result = None if model is None else interruptible(partial(model.run, seconds, best))
+    except StoppedError:
+        return best, bound, False, f"{method}; highs was interrupted"
     reason = None if result is None else result.termination.reason
     if reason in (None, mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
         if best is None:
@@ -197,7 +216,7 @@ def _by_highs(
         else:
             method = f"highs, which found nothing better than {best.method}"
     elif best is not None:
-        method = f"{best.method}; highs found nothing within {seconds:.3g} s"
+        method = f"{best.method}; highs found nothing in time"
     if best is None:
         return None, bound, False, method
     dual = result.termination.objective_bounds.dual_bound

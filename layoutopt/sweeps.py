@@ -11,7 +11,6 @@ variables with one value left are settled.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from layoutopt.factors import Factor
+from layoutopt.interrupts import overdue
 
 __all__ = ["Prepared", "Swept", "sweep"]
 
@@ -125,7 +125,7 @@ class _Work:
             for forward in (True, False):
                 if constant >= 0:
                     constant = self._pass(forward, constant, budget)
-            if time.perf_counter() > deadline or constant < 0 or constant - before <= _STALLED * (budget - constant):
+            if overdue(deadline) or constant < 0 or constant - before <= _STALLED * (budget - constant):
                 break
         return constant
 

@@ -17,7 +17,6 @@ kept, and the answer says that it is no proof any more.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -26,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layoutopt.factors import Factor
+from layoutopt.interrupts import overdue
 from layoutopt.sweeps import sweep
 
 __all__ = ["Answer", "Limits", "OutOfTimeError", "eliminate"]
@@ -208,7 +208,7 @@ class _Elimination:
         return min(by_rows, by_values, _HOPELESS)
 
     def _eliminate(self, v: int) -> set[int] | None:
-        if time.perf_counter() > self.limits.deadline:
+        if overdue(self.limits.deadline):
             raise OutOfTimeError
         ids = sorted(self.around[v], key=lambda f: (len(self.factors[f].costs), f))
         joined = self.factors[ids[0]]
