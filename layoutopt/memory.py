@@ -3,20 +3,20 @@
 Positions are steps of the plan (relayouts and ops, in order). A buffer is alive from the step that makes it to the
 last step that touches it, both included, so that what an op reads and what it writes never share bytes. Parameters,
 optimizer state and constants live for the whole step; inputs are there before it starts; graph outputs stay to its end.
-A copy lives from its relayout to its last reader. Placing is greedy by size, a well-known heuristic for this (dynamic
-storage allocation is NP-hard): the largest first, each in the tightest gap among those alive with it. The bytes alive
-at the fullest step bound every arena from below, so that the result says how far it can be from the best.
+A copy lives from its relayout to its last reader. The bytes alive at the fullest step bound every arena from below, so
+that the result says how far it can be from the best; ``packing`` says how offsets are found.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from layoutopt.errors import InfeasibleError
 
-__all__ = ["Arena", "Buffer", "Placed", "enforce_budget", "find_overlap", "live_bytes", "pack"]
+__all__ = ["Arena", "Buffer", "Placed", "enforce_budget", "find_overlap", "fullest_bytes", "live_bytes", "pack"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,15 @@ class Placed:
 
 @dataclass(frozen=True)
 class Arena:
-    """Placed buffers, the arena's size, and the least any arena could need (the fullest step)."""
+    """Placed buffers, the arena's size, and the bytes alive at the fullest step, without which no arena could do.
+
+    ``proven`` says that no smaller arena exists.
+    """
 
     placed: tuple[Placed, ...]
     size_bytes: int
     bound_bytes: int
+    proven: bool
 
 
 def _round_up(n: int, align: int) -> int:
@@ -73,61 +77,59 @@ def live_bytes(buffers: Sequence[Buffer], steps: int, align: int = 1) -> list[in
     return out
 
 
-def pack(buffers: Sequence[Buffer], align: int) -> Arena:
-    """Offsets for all buffers, in the smallest arena that three orders of placing find.
+def fullest_bytes(buffers: Sequence[Buffer], align: int = 1) -> int:
+    """Bytes alive at the fullest step, each buffer rounded up to ``align``."""
+    return max(live_bytes(buffers, max((b.last for b in buffers), default=-1) + 1, align), default=0)
+
+
+def pack(
+    buffers: Sequence[Buffer], align: int, *, enough_bytes: int | None = None, time_limit_s: float | None = None
+) -> Arena:
+    """Offsets for all buffers, in the smallest arena that is found.
 
     Args:
         buffers: names unique; sizes of at least a byte.
         align: every offset is a multiple of it (bytes).
+        enough_bytes: no arena smaller than this is looked for.
+        time_limit_s: for what placing in simple orders leaves to be searched; by default the search ends after a fixed
+            effort, about a second, so that equal buffers get equal offsets on every machine.
     """
-    orders: tuple[Callable[[Buffer], tuple[int, ...]], ...] = (
-        lambda b: (-b.size_bytes, b.first),
-        lambda b: (b.first - b.last, -b.size_bytes),
-        lambda b: (-b.size_bytes * (b.last - b.first + 1), b.first),
+    from layoutopt.packing import pack_spans
+
+    ordered = sorted(buffers, key=lambda b: (b.first, b.last, -b.size_bytes, b.name))
+    found = pack_spans(
+        [_round_up(b.size_bytes, align) for b in ordered],
+        [(b.first, b.last + 1) for b in ordered],
+        enough=enough_bytes,
+        time_limit_s=time_limit_s,
     )
-    steps = max((b.last for b in buffers), default=-1) + 1
-    bound = max(live_bytes(buffers, steps, align), default=0)
-    best: Arena | None = None
-    for order in orders:
-        placed = _place(sorted(buffers, key=lambda b: (order(b), b.name)), align)
-        size = max((_round_up(p.end_bytes, align) for p in placed), default=0)
-        if best is None or size < best.size_bytes:
-            best = Arena(tuple(sorted(placed, key=lambda p: (p.offset_bytes, p.buffer.first))), size, bound)
-        if best.size_bytes == bound:
-            break
-    assert best is not None
-    return best
-
-
-def _place(buffers: Iterable[Buffer], align: int) -> list[Placed]:
-    placed: list[Placed] = []
-    taken: list[tuple[int, int, int, int]] = []  # offset, end, first and last step of what is placed, ascending
-    for buffer in buffers:
-        size = _round_up(buffer.size_bytes, align)
-        best: tuple[int, int] | None = None
-        free = 0
-        for start, end, first, last in taken:
-            if first > buffer.last or buffer.first > last:
-                continue
-            gap = start - free
-            if gap >= size and (best is None or gap < best[0]):
-                best = (gap, free)
-            free = max(free, end)
-        offset = best[1] if best else free
-        placed.append(Placed(buffer, offset))
-        insort(taken, (offset, offset + size, buffer.first, buffer.last))
-    return placed
+    placed = sorted(
+        (Placed(b, at) for b, at in zip(ordered, found.offsets, strict=True)),
+        key=lambda p: (p.offset_bytes, p.buffer.first, p.buffer.name),
+    )
+    return Arena(tuple(placed), found.size, fullest_bytes(buffers, align), found.size == found.bound)
 
 
 def find_overlap(placed: Sequence[Placed]) -> tuple[Placed, Placed] | None:
-    """Two buffers alive together that share a byte, or None: every pair that shares bytes is looked at."""
-    ordered = sorted(placed, key=lambda p: p.offset_bytes)
-    for i, a in enumerate(ordered):
-        for b in ordered[i + 1 :]:
-            if b.offset_bytes >= a.end_bytes:
-                break
-            if a.buffer.meets(b.buffer):
-                return a, b
+    """Two buffers alive together that share a byte, or None.
+
+    Step by step, what is alive is kept by offset: as long as none of it overlaps, what begins to be alive overlaps one
+    of its neighbours if it overlaps anything.
+    """
+    alive: list[tuple[int, int]] = []  # offset and position in ``placed``
+    ends: list[tuple[int, int]] = []  # last step and position
+    for new in sorted(range(len(placed)), key=lambda i: placed[i].buffer.first):
+        this = placed[new]
+        while ends and ends[0][0] < this.buffer.first:
+            gone = heappop(ends)[1]
+            del alive[bisect_left(alive, (placed[gone].offset_bytes, gone))]
+        at = bisect_left(alive, (this.offset_bytes, new))
+        for _, other in alive[max(at - 1, 0) : at + 1]:
+            that = placed[other]
+            if that.offset_bytes < this.end_bytes and this.offset_bytes < that.end_bytes:
+                return that, this
+        insort(alive, (this.offset_bytes, new))
+        heappush(ends, (this.buffer.last, new))
     return None
 
 
