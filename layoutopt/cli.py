@@ -645,8 +645,10 @@ def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:
 
 def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa: ANN001
     from layoutopt.intervals import plan_intervals
+    from layoutopt.memory import Buffer, fullest_bytes
     from layoutopt.stepcost import predict_step
 
+    held = [Buffer(slot.name, slot.size_bytes, slot.first, slot.last) for slot in plan.arena]
     measured = sum(o.cost.measured for o in plan.ops)
     sure = plan_intervals(plan, graph, model)
     ends = {"kernels_low_s": sum(s.low_ns for s in sure), "kernels_high_s": sum(s.high_ns for s in sure)}
@@ -663,6 +665,7 @@ def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa
         "relayouts": len(plan.relayouts),
         "relayout_bytes": sum(r.bytes_moved for r in plan.relayouts),
         "arena_bytes": plan.arena_bytes,
+        "arena_over_live": plan.arena_bytes / max(fullest_bytes(held, model.limits.base_align_bytes), 1),
         "predicted_step_s": predict_step(plan, graph, model).step_s,
     } | {key: ns * 1e-9 for key, ns in ends.items() if any(s.known for s in sure)}
 

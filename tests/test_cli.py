@@ -205,6 +205,7 @@ def test_plan_then_simulate(capsys, net: Path, tmp_path: Path, strategy: str) ->
     assert (facts["strategy"], facts["device"]) == (strategy, "generic-cpu")
     assert loaded.graph_hash == graphfile.load(net).hash
     assert facts["arena_bytes"] == loaded.arena_bytes
+    assert 1.0 <= facts["arena_over_live"] < 1.5
     if strategy == "ilp":
         assert (facts["status"], facts["gap"]) == ("OPTIMAL", 0.0)
     report = as_json(capsys, "simulate", made, *GENERIC, "--graph", net)
