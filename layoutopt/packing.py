@@ -7,8 +7,9 @@ move up and down only. It is NP-hard. In turn:
 2. *Parts* (exact). What is alive at every section lies below everything else. Where nothing is alive on both sides of a
    border between sections, the sides are parts of their own. Both again, until neither applies.
 3. *Orders*. Buffers of a part are placed one by one, each in the tightest gap, or the lowest, among those it meets: by
-   size, lifetime, area, and by how full the fullest of their sections is. Most parts reach the bytes alive at the
-   fullest section this way, below which nothing can be packed.
+   size, lifetime, area, by how full the fullest of their sections is and how far from them. What does not fit is placed
+   first in a next round. Most parts reach the bytes alive at the fullest section this way, below which nothing can be
+   packed.
 4. *Search* (``packsearch``). First at the bound, then at capacities between it and the best packing known, halving
    the difference: a proof that there is none raises the bound.
 
@@ -37,6 +38,12 @@ EFFORT = 100_000_000
 
 _USUAL_RATE = 1e8
 """Effort a second, until a search has said."""
+
+_ROUNDS = 8
+"""How often an order is mended before the search."""
+
+_AGAIN = 400_000_000
+"""Pairs of buffers that mending all orders may look at: less than a second."""
 
 _FIRST_TRY = 1 << 19
 """Effort of the first search of each order; it grows fourfold when all orders have had theirs."""
@@ -220,22 +227,43 @@ def _keys(part: _Part) -> dict[str, Ints]:
 
 
 def _by_orders(part: _Part, target: int) -> tuple[Ints, int]:
-    """The best of placing one by one, and its end."""
+    """The best of placing one by one, and its end.
+
+    Each order is tried as it is. Then, the most promising first, whatever ended above the target is moved to the front
+    of its order and all is placed again, a few times over.
+    """
     keys = _keys(part)
+    keys |= {"late": part.lo, "far": -keys["near"]}
     sorts = (
         ("size",),
         ("width", "size"),
         ("area",),
+        ("near", "late"),
         ("fullest", "size"),
         ("fullest", "area"),
         ("fullest", "width", "size"),
+        ("fullest", "far"),
         ("size", "width"),
     )
     best, end = np.zeros(0, np.int64), 1 << 62
+    tried: list[tuple[int, int, bool, Ints, Ints]] = []
     for tightest in (True, False):
         for names in sorts:
             order = np.lexsort((part.lo, *(-keys[name] for name in reversed(names))))
             offsets = _place(part.size, part.lo, part.hi, order, tightest)
+            reached = int((offsets + part.size).max())
+            if reached < end:
+                best, end = offsets, reached
+            if end <= target:
+                return best, end
+            tried.append((reached, len(tried), tightest, order, offsets))
+    left = _AGAIN // len(part.size) ** 2
+    for _, _, tightest, order, offsets in sorted(tried, key=lambda t: t[:2]):
+        for _ in range(min(_ROUNDS, left)):
+            above = (offsets + part.size)[order] > target
+            order = np.concatenate([order[above], order[~above]])
+            offsets = _place(part.size, part.lo, part.hi, order, tightest)
+            left -= 1
             reached = int((offsets + part.size).max())
             if reached < end:
                 best, end = offsets, reached
