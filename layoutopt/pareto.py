@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Point", "draw", "pareto", "slowdown_within", "undominated"]
 
+_WORTH = 0.005
+"""Part of a plan's memory that a slower one must save."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -133,10 +136,10 @@ def _point(tables: Tables, plan: Plan) -> Point:
 
 
 def undominated(points: Sequence[Point]) -> tuple[Point, ...]:
-    """Those that no other beats in time and memory, the fastest first."""
+    """Those that no other beats in time and memory, the fastest first; a few bytes less are not worth time."""
     out: list[Point] = []
     for point in sorted(points, key=lambda p: (p.objective_ns, p.arena_bytes)):
-        if not out or point.arena_bytes < out[-1].arena_bytes:
+        if not out or point.arena_bytes < out[-1].arena_bytes * (1 - _WORTH):
             out.append(point)
     return tuple(out)
 
