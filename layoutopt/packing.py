@@ -238,7 +238,7 @@ def _by_orders(part: _Part, target: int) -> tuple[Ints, int]:
         ("size",),
         ("width", "size"),
         ("area",),
-        ("near", "late"),
+        ("near", "late", "width"),
         ("fullest", "size"),
         ("fullest", "area"),
         ("fullest", "width", "size"),
