@@ -34,7 +34,7 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.pareto import Point, draw, pareto, slowdown_within
 from layoutopt.plan import Plan
 
-MODELS = ("vit-tiny", "minilm@32x128", "gpt2/4@16x128")
+MODELS = ("vit-tiny", "minilm@64x128", "gpt2/4@16x128")
 MIB = 1 << 20
 STEPS, ROUNDS = 3, 7
 
