@@ -168,6 +168,11 @@ def _file(folder: Path, cell: Cell) -> Path:
 
 def _report(rows: list[Row], output: Path, json: bool) -> None:
     counts = Counter(row["status"] for row in rows)
+    if counts["FEASIBLE"]:
+        say(
+            f"layoutopt: {counts['FEASIBLE']} of {len(rows)} rows ended at the time limit: how far they got depends on "
+            "the machine (raise --time-limit)"
+        )
     if json:
         emit({"file": str(output), "rows": len(rows), "status": dict(sorted(counts.items()))})
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from layoutopt import graphfile, sweep_engines
+from layoutopt import cli_sweep, graphfile, sweep_engines
 from layoutopt.cli import main
 from layoutopt.errors import LayoutOptError
 from layoutopt.passes import run_passes
@@ -113,6 +113,14 @@ def test_what_cannot_be_planned_is_a_row(work: Path) -> None:
     assert {row["status"] for row in found.values()} == {"ERROR"}
     assert "nowhere" in found["small.graph", "nowhere"]["message"]
     assert "nonsense" in found["nonsense", "generic-cpu"]["message"]
+
+
+def test_rows_that_ended_at_the_time_limit_are_told(capsys) -> None:
+    cell = Cell("m", "d", None, None, "ilp")
+    cli_sweep._report([refusal(cell, "FEASIBLE", ""), refusal(cell, "OPTIMAL", "")], Path("t.csv"), True)
+    assert "1 of 2 rows ended at the time limit" in capsys.readouterr().err
+    cli_sweep._report([refusal(cell, "OPTIMAL", "")], Path("t.csv"), True)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_graph_file_has_its_batch(work: Path) -> None:
