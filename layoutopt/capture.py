@@ -27,6 +27,7 @@ from layoutopt.capture_open import OPENED
 from layoutopt.capture_translate import Joint, graph_dtype, translate_joint
 from layoutopt.errors import GraphError
 from layoutopt.graph import TrainingGraph
+from layoutopt.microbatch import AXES, leading_axes
 from layoutopt.optimizers import Optimizer, append_updates, optimizer_meta
 
 __all__ = ["capture"]
@@ -55,6 +56,7 @@ def capture(
     name: str = "",
     dropout: bool = False,
     keep_grads: bool = False,
+    batch_axes: Mapping[str, int] | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> TrainingGraph:
     """One training step of ``module`` as a graph.
@@ -70,6 +72,8 @@ def capture(
         dropout: leave dropout as the module has it (the graph then has the int32 input "seed", to be changed from step
             to step); else it is off, and ``meta["dropout_set_to_zero"]`` lists where it would have been.
         keep_grads: list the gradients among the graph's outputs, so that no pass removes them.
+        batch_axes: the axis that holds the samples, by input; inputs that hold none are left out. By default it is the
+            first axis of all inputs whose first extent is the most common one.
         meta: more entries for ``graph.meta``.
 
     Returns:
@@ -94,9 +98,11 @@ def capture(
         append_updates(b, optimizer, gradients)
     kept = ("loss", *joint.outputs, *(gradients.values() if keep_grads or optimizer is None else ()))
     b.prune(kept)
+    shapes = {key: tuple(t.shape) for key, t in zip(keys, tensors, strict=True)}
     info = {
         "model": type(module).__name__,
         "batch": {k: {"shape": list(t.shape), "dtype": graph_dtype(t, k)} for k, t in zip(keys, tensors, strict=True)},
+        AXES: dict(leading_axes(shapes) if batch_axes is None else batch_axes),
         "optimizer": optimizer_meta(optimizer),
         "dropout_set_to_zero": joint.dropouts,
         "without_gradient": [p for p, g in found.items() if g is None],

@@ -67,9 +67,10 @@ class _Applier(OpEditor):
             for name in updated
             for tensor in self.graph.storages[name].tensors
             for r in (*self.readers[tensor], self.writer.get(tensor, source))
+            if r < at  # behind it stand those of its result, which a gradient's sum over micro-batches has
         }
         others = [self.writer.get(o.tensor, source) for o in update.inputs]
-        place = max([source, *others, *(readers - {at})])
+        place = max([source, *others, *readers])
         if place - source > NEAR_OPS or place > at or not self.readable(product, place):
             return None
         return place

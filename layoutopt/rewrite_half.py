@@ -29,6 +29,7 @@ from layoutopt.codes import META, Code
 from layoutopt.errors import GraphError
 from layoutopt.expr import Builder, Ref, kind_of
 from layoutopt.graph import Expr, Op, Operand, Tensor, TrainingGraph
+from layoutopt.microbatch import micro_batches
 from layoutopt.view import IDENTITY, View
 
 __all__ = ["CHECK", "CLEAN", "SCALE", "SEED", "half_storage"]
@@ -209,7 +210,7 @@ class _Scaling:
         self._scalar(SEED, "int32", "zeros")
         ops: list[Op] = []
         for op in before.ops:
-            if op.phase == "update":
+            if self._updates(op):
                 ops.append(self._update(op))
             elif op.phase == "backward" and self.depth.get(op.outputs[0].tensor) == 1:
                 ops += self._root(op)
@@ -218,6 +219,12 @@ class _Scaling:
         ops += self._adapted()
         meta = {**before.meta, META: {name: list(code) for name, code in self.codes.items()}}
         return TrainingGraph(before.name, self.tensors, ops, before.outputs, self.constants, meta)
+
+    def _updates(self, op: Op) -> bool:
+        """Whether an op is an update of parameters; one that adds up micro-batches' gradients leaves them scaled."""
+        graph = self.before
+        storages = (graph.storages[graph.storage_of[op.inputs[i].tensor]] for _, i in op.inplace)
+        return op.phase == "update" and any(s.role in ("parameter", "state") for s in storages)
 
     def _scalar(self, name: str, dtype: str, init: str) -> None:
         self.tensors[name] = Tensor(name, (), dtype, "state", init)
@@ -234,7 +241,7 @@ class _Scaling:
         made = {o.tensor for op in backward for o in op.outputs}
         roots = [op for op in backward if not any(o.tensor in made for o in op.inputs)]
         losses = [op for op in roots if op.kind in _LOSS_GRADIENTS]
-        if not losses and [op.kind for op in roots] != ["pointwise"]:
+        if not losses and [op.kind for op in roots] != ["pointwise"] * micro_batches(graph):
             kinds = ", ".join(sorted({op.kind for op in roots})) or "nothing"
             raise GraphError(
                 f"float16 storage scales the loss' gradient, and graph {graph.name!r} does not show where it begins "
@@ -243,7 +250,7 @@ class _Scaling:
         found: dict[str, int] = {o.tensor: 1 for op in losses or roots for o in op.outputs}
         for op in graph.ops:
             above = max((found.get(o.tensor, 0) for o in op.inputs), default=0)
-            if above and op.phase != "update":
+            if above and not self._updates(op):
                 found |= {o.tensor: above + 1 for o in op.outputs}
         return found
 
@@ -301,7 +308,7 @@ class _Scaling:
     def _adapted(self) -> list[Op]:
         """The sum that tells of overflow, and scale, count and seed of the next step."""
         name = max(
-            (o.tensor for op in self.before.ops if op.phase == "update" for o in op.inputs if o.tensor in self.depth),
+            (o.tensor for op in self.before.ops if self._updates(op) for o in op.inputs if o.tensor in self.depth),
             key=lambda x: (self.depth[x], -self.tensors[x].size_elems),
         )
         row = View().then(("reshape", (1, self.tensors[name].size_elems))).simplified(self.tensors[name].shape)

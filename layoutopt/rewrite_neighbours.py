@@ -7,7 +7,8 @@ or the weight gradients of a layer, are equal ops on different tensors. Two move
   kind by kind: the backward chain does not need it;
 - an op that is ready is drawn forward to an equal one a little before it.
 
-Order changes, nothing else; no op moves across what writes its operands in place.
+Order changes, nothing else; no op moves across what writes its operands in place, nor from one micro-batch into another
+(``layoutopt/microbatch.py``): what one leaves alive would meet the next one's activations.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from layoutopt.blocks import spec_ids
 from layoutopt.graph import Op, TrainingGraph
+from layoutopt.microbatch import micro_batches
 
 __all__ = ["alike_runs", "bring_together"]
 
@@ -40,7 +42,8 @@ def _gathered(graph: TrainingGraph, ids: dict[str, int]) -> list[Op]:
         name: sum(graph.tensors[o.tensor].size_elems * graph.tensors[o.tensor].item_bytes for o in op.outputs)
         for name, op in leaves.items()
     }
-    limit = min(sum(sizes.values()) // _SHARE, _MOST_BYTES)
+    turns = _turns(graph, graph.ops)
+    limit = min(sum(sizes.values()) // (_SHARE * micro_batches(graph)), _MOST_BYTES)
     out: list[Op] = []
     waiting: list[Op] = []
 
@@ -50,6 +53,8 @@ def _gathered(graph: TrainingGraph, ids: dict[str, int]) -> list[Op]:
         waiting.clear()
 
     for op in graph.ops:
+        if waiting and turns[op.name] != turns[waiting[0].name]:
+            flush()
         if op.name in leaves:
             waiting.append(op)
             if sum(sizes[w.name] for w in waiting) >= limit:
@@ -59,6 +64,21 @@ def _gathered(graph: TrainingGraph, ids: dict[str, int]) -> list[Op]:
             flush()
         out.append(op)
     flush()
+    return out
+
+
+def _turns(graph: TrainingGraph, ops: Sequence[Op]) -> dict[str, int]:
+    """By op, how many micro-batches were done before: each begins with a forward pass behind a backward pass."""
+    if micro_batches(graph) == 1:
+        return dict.fromkeys((op.name for op in ops), 0)
+    out: dict[str, int] = {}
+    turn, back = 0, False
+    for op in ops:
+        if op.phase in ("backward", "update"):
+            back = True
+        elif back:
+            turn, back = turn + 1, False
+        out[op.name] = turn
     return out
 
 
@@ -80,6 +100,7 @@ def _leaves(graph: TrainingGraph) -> dict[str, Op]:
 
 def _drawn_forward(graph: TrainingGraph, ops: Sequence[Op], ids: dict[str, int]) -> list[Op]:
     made_by = {o.tensor: op.name for op in ops for o in op.outputs}
+    turns = _turns(graph, ops)
     out: list[Op] = []
     done: set[str] = set()
     for position, op in enumerate(ops):
@@ -91,7 +112,7 @@ def _drawn_forward(graph: TrainingGraph, ops: Sequence[Op], ids: dict[str, int])
         if op.phase == "update" or op.inplace:
             continue
         for other in ops[position + 1 : position + 1 + _AHEAD]:
-            if other.inplace or other.phase == "update":
+            if other.inplace or other.phase == "update" or turns[other.name] != turns[op.name]:
                 break
             ready = all(made_by.get(o.tensor) in before or o.tensor not in made_by for o in other.inputs)
             if other.name not in done and ids[other.name] == ids[op.name] and ready:
