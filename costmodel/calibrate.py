@@ -51,6 +51,8 @@ __all__ = [
 
 BATCH = 40
 SMALLEST_ARENA_BYTES = 4 << 20
+LARGEST_ARENA_BYTES = 8 << 30
+"""However large an op's operands are. A device whose memory is small sets a lower limit (``Bench``)."""
 SHARE_AGAIN = 0.06
 """Share of the time spent that rounds over what is not tight yet may take while kernels are still being added."""
 SHARE_POOL = 0.12
@@ -362,7 +364,8 @@ def arena_bytes(graphs: Sequence[TrainingGraph]) -> int:
         for op in graph.ops
     )
     # Padded layouts and workspaces take more than the tensors: half as much again for the largest op.
-    return min(max(alive_bytes // 3, largest_op * 3 // 2, SMALLEST_ARENA_BYTES), ARENA_BYTES)
+    usual = min(max(alive_bytes // 3, SMALLEST_ARENA_BYTES), ARENA_BYTES)
+    return max(usual, min(largest_op * 3 // 2, LARGEST_ARENA_BYTES))
 
 
 def describe_held_out(report: HeldOut | None) -> str:

@@ -235,6 +235,24 @@ class Runtime:
         """Set every byte of a buffer."""
         self._cl.enqueue_fill_buffer(self.queue, buffer, np.uint8(byte), 0, buffer.size)
 
+    def repeat(self, buffer: Any, pattern: np.ndarray) -> None:
+        """Fill a buffer with a pattern over and over; the device copies what it has been given once.
+
+        Args:
+            buffer: of any size; the last repetition may be cut off.
+            pattern: contiguous bytes.
+        """
+        done = min(pattern.nbytes, buffer.size)
+        self.upload(buffer, pattern.view(np.uint8).reshape(-1)[:done])
+        while done < buffer.size:
+            count = min(done, buffer.size - done)
+            self._cl.enqueue_copy(self.queue, buffer, buffer, src_offset=0, dst_offset=done, byte_count=count)
+            done += count
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Copy a buffer to another of at least its size."""
+        self._cl.enqueue_copy(self.queue, target, source, byte_count=source.size)
+
     def upload(self, buffer: Any, storage: np.ndarray, *, wait: bool = True, offset_bytes: int = 0) -> Any:
         """Copy a contiguous array to a buffer.
 
