@@ -252,7 +252,8 @@ def test_a_budget_below_the_step(capsys, files: Path, tmp_path: Path) -> None:
     step = files / "step.graph"
     for command in (["plan", step], ["compare", step, "--no-measure", "--strategies", "rowmajor"]):
         sentence = rejected(capsys, tmp_path, *command, *GENERIC, "--memory", "2KiB")
-        assert "the budget is 2048" in sentence
+        assert "fits into 2048 bytes" in sentence
+        assert "least feasible budget" in sentence
         assert "smaller batch" in sentence
 
 
