@@ -35,7 +35,7 @@ from layoutopt.example import example_inputs
 from layoutopt.facade import solve_all
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
-from layoutopt.stepcost import planned_s, predict_step
+from layoutopt.stepcost import measured_share, planned_s, predict_step
 
 STRATEGIES = "ilp,greedy,rowmajor,ideal"
 AGAIN = 24
@@ -202,7 +202,6 @@ def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, A
     for strategy, plan in plans.items():
         cost, measured = predict_step(plan, graph, model), found[strategy]
         seconds, kernels_s = quiet(measured["seconds"]), fmean(measured["kernels_s"])
-        items = [*plan.ops, *plan.relayouts]
         rows.append(
             {
                 "model": name,
@@ -210,9 +209,7 @@ def study(args: argparse.Namespace, runtime: Any, name: str) -> list[dict[str, A
                 "predicted_s": cost.step_s,
                 "predicted": {k: getattr(cost, k) for k in ("kernels_s", "gaps_s", "host_s", "stolen_s", "wait_s")},
                 "objective_s": planned_s(plan),
-                "priced_by_measurement": sum(i.cost.total_ns for i in items if i.cost.measured)
-                * 1e-9
-                / planned_s(plan),
+                "priced_by_measurement": measured_share(plan),
                 "quiet_s": seconds,
                 "median_s": median(measured["seconds"]),
                 "mean_s": fmean(measured["seconds"]),

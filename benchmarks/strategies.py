@@ -46,7 +46,7 @@ from layoutopt.policies import POLICIES
 from layoutopt.pricing import Pricer, Tables
 from layoutopt.problem import Assignment
 from layoutopt.rewrites import alternatives
-from layoutopt.stepcost import planned_s, predict_step
+from layoutopt.stepcost import measured_share, predict_step
 
 TOLERANCE = 1e-4
 MIB = 1 << 20
@@ -190,10 +190,9 @@ def study(name: str, graph: TrainingGraph, args: argparse.Namespace, runtime: An
             own, assignment, _ = one
             plans[strategy] = with_not_run(assemble(own, costs, assignment, strategy), own)
             validate(plans[strategy], graph, costs)
-            items = [*plans[strategy].ops, *plans[strategy].relayouts]
             rows[strategy] |= {
                 "predicted_s": predict_step(plans[strategy], graph, model).step_s,
-                "known": sum(i.cost.total_ns for i in items if i.cost.measured) * 1e-9 / planned_s(plans[strategy]),
+                "known": measured_share(plans[strategy]),
                 "arena_bytes": plans[strategy].arena_bytes,
             }
         for strategy, times in measure(graph, plans, runtime, args).items():

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 from costmodel.device import DeviceModel, dumps, loads
 from costmodel.rounds import Round
 from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.files import lock
 
 __all__ = ["Entry", "Journal", "Kept", "journal_file"]
 
@@ -194,23 +195,10 @@ def _opened(path: Path) -> BinaryIO:
         file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - the journal's own life decides
     except OSError as error:
         raise LayoutOptError(f"cannot write the journal {path}: {error.strerror}") from error
-    if not _locked(file):
+    if not lock(file.fileno()):
         file.close()
         raise LayoutOptError(f"another process is at the same calibration and writes its journal {path}")
     return file
-
-
-def _locked(file: BinaryIO) -> bool:
-    """Whether this process may write; systems without such locks trust that it may."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _remove_stale(path: Path) -> None:

@@ -19,6 +19,7 @@ from layoutopt.plan import (
     PlannedOp,
     PlannedRelayout,
     SolverReport,
+    gap_of,
 )
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment
@@ -78,7 +79,7 @@ def assemble(
             assignment.status,
             objective,
             bound,
-            (objective - bound) / objective if bound and objective else 1.0,
+            gap_of(objective, bound),
             assignment.seconds,
             len(problem.storages),
             sum(len(node.candidates) for node in problem.storages),

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 
 from layoutopt.errors import DeviceError, InfeasibleError
 from layoutopt.graph import TrainingGraph
-from layoutopt.memory import Buffer, live_bytes
-from layoutopt.plan import Plan
+from layoutopt.memory import Buffer, fullest_steps
+from layoutopt.plan import Plan, gap_of, with_report
 from layoutopt.pricing import Tables
 from layoutopt.problem import Assignment, Choice, OpNode, Problem
 from layoutopt.recompute_search import Recomputation, frontier, thinned
@@ -201,17 +201,9 @@ class Planned:
                 if not slim and assignment.status == "OPTIMAL":
                     return tables, plan
         tables, plan = min(candidates, key=lambda pair: pair[1].solver.objective_ns)
-        report, bound = plan.solver, assignment.bound_ns
-        gap = (report.objective_ns - bound) / report.objective_ns if bound and report.objective_ns else 1.0
-        return tables, replace_report(plan, status="FEASIBLE", bound_ns=bound, gap=gap)
-
-
-def replace_report(plan: Plan, **changes: object) -> Plan:
-    """A plan with something else in its solver's report."""
-    import msgspec
-
-    report = msgspec.structs.replace(plan.solver, **changes)
-    return msgspec.structs.replace(plan, solver=report)
+        bound = assignment.bound_ns
+        gap = gap_of(plan.solver.objective_ns, bound)
+        return tables, with_report(plan, status="FEASIBLE", bound_ns=bound, gap=gap)
 
 
 def fit(
@@ -283,9 +275,7 @@ def _too_little(
 def fullest(plan: Plan) -> tuple[list[str], list[str]]:
     """The ops or relayouts at which a plan holds most, and the largest buffers at the fullest of them."""
     buffers = [Buffer(s.name, s.size_bytes, s.first, s.last) for s in plan.arena]
-    alive = live_bytes(buffers, len(plan.steps))
-    peaks = sorted(range(len(alive)), key=lambda i: (-alive[i], i))[:3]
-    held = sorted((b for b in buffers if b.first <= peaks[0] <= b.last), key=lambda b: (-b.size_bytes, b.name))[:3]
+    peaks, held = fullest_steps(buffers)
     names = []
     for i in peaks:
         kind, index = plan.steps[i]

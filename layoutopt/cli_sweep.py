@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,7 @@ from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_folder, check_target, write_atomic
 from layoutopt.rewrites import check_storage
 from layoutopt.show import Progress, emit, out, say, table
-from layoutopt.sweep import Cell, Row, Sources, Task, matrix, refusal
+from layoutopt.sweep import Cell, Engine, Row, Sources, Task, matrix, refusal
 from layoutopt.sweep_journal import SweepJournal, journal_path, key_of
 from layoutopt.sweep_table import check_table, write_table
 
@@ -66,7 +65,6 @@ def sweep(
         with Progress("sweep", quiet=json) as bar:
             keys = _run(cells, journal, _engine(engine, workers, ray_address), storage, time_limit, plans, bar)
     except KeyboardInterrupt:
-        journal.close()
         say(
             f"layoutopt: interrupted; {len(journal.rows)} rows are kept in {journal.path}: "
             "the same command goes on from there"
@@ -93,10 +91,7 @@ def _count(word: str) -> int:
     return int(word)
 
 
-_Engine = Callable[[list[Task]], Iterator[tuple[int, Row, bytes | None]]]
-
-
-def _engine(name: str, workers: int | None, address: str | None) -> _Engine:
+def _engine(name: str, workers: int | None, address: str | None) -> Engine:
     from layoutopt.sweep_engines import local, on_ray
 
     if name == "ray":
@@ -107,7 +102,7 @@ def _engine(name: str, workers: int | None, address: str | None) -> _Engine:
 def _run(
     cells: list[Cell],
     journal: SweepJournal,
-    engine: _Engine,
+    engine: Engine,
     storage: str,
     time_limit_s: float,
     plans: Path | None,

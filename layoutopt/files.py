@@ -8,7 +8,7 @@ from pathlib import Path
 
 from layoutopt.errors import LayoutOptError
 
-__all__ = ["check_folder", "check_target", "write_atomic"]
+__all__ = ["check_folder", "check_target", "lock", "write_atomic"]
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -66,3 +66,19 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def lock(descriptor: int) -> bool:
+    """Take an open file for this process alone, until it is closed; False where another process has it.
+
+    Systems without such locks trust that nobody has.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

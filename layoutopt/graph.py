@@ -336,3 +336,8 @@ class TrainingGraph:
 def rename_operand(operand: Operand, names: Mapping[str, str]) -> Operand:
     """The operand with its tensor renamed where ``names`` says so."""
     return replace(operand, tensor=names.get(operand.tensor, operand.tensor))
+
+
+def rename_reads(op: Op, names: Mapping[str, str]) -> Op:
+    """The op reading other tensors where ``names`` says so."""
+    return replace(op, inputs=tuple(rename_operand(o, names) for o in op.inputs))

@@ -16,7 +16,17 @@ from heapq import heappop, heappush
 
 from layoutopt.errors import InfeasibleError
 
-__all__ = ["Arena", "Buffer", "Placed", "enforce_budget", "find_overlap", "fullest_bytes", "live_bytes", "pack"]
+__all__ = [
+    "Arena",
+    "Buffer",
+    "Placed",
+    "enforce_budget",
+    "find_overlap",
+    "fullest_bytes",
+    "fullest_steps",
+    "live_bytes",
+    "pack",
+]
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,19 @@ def live_bytes(buffers: Sequence[Buffer], steps: int, align: int = 1) -> list[in
 def fullest_bytes(buffers: Sequence[Buffer], align: int = 1) -> int:
     """Bytes alive at the fullest step, each buffer rounded up to ``align``."""
     return max(live_bytes(buffers, max((b.last for b in buffers), default=-1) + 1, align), default=0)
+
+
+def fullest_steps(buffers: Sequence[Buffer], most: int = 3) -> tuple[list[int], list[Buffer]]:
+    """The steps at which most is alive, the fullest first, and the largest buffers alive at the fullest.
+
+    Args:
+        buffers: at least one.
+        most: of either.
+    """
+    live = live_bytes(buffers, max(b.last for b in buffers) + 1)
+    peaks = sorted(range(len(live)), key=lambda i: (-live[i], i))[:most]
+    held = (b for b in buffers if b.first <= peaks[0] <= b.last)
+    return peaks, sorted(held, key=lambda b: (-b.size_bytes, b.name))[:most]
 
 
 def pack(
@@ -147,9 +170,7 @@ def enforce_budget(arena: Arena, budget_bytes: int | None, step_names: Mapping[i
     if budget_bytes is None or arena.size_bytes <= budget_bytes:
         return
     buffers = [p.buffer for p in arena.placed]
-    live = live_bytes(buffers, max(b.last for b in buffers) + 1)
-    peaks = sorted(range(len(live)), key=lambda i: (-live[i], i))[:3]
-    largest = sorted((b for b in buffers if b.first <= peaks[0] <= b.last), key=lambda b: (-b.size_bytes, b.name))[:3]
+    peaks, largest = fullest_steps(buffers)
     at = ", ".join(step_names.get(i, f"step {i}") for i in peaks)
     held = ", ".join(f"{b.name} ({b.size_bytes} bytes)" for b in largest)
     raise InfeasibleError(

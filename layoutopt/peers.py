@@ -15,16 +15,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
 from layoutopt.errors import InfeasibleError
 from layoutopt.graph import DTYPES, Op
 from layoutopt.layout import Layout
-from layoutopt.plan import Plan
+from layoutopt.plan import Plan, with_report
 from layoutopt.policies import POLICIES, Extra, Policy, Wishes, wish
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment, Choice, OpNode, Problem, StorageNode
-from layoutopt.rewrite_neighbours import alike_runs
+from layoutopt.rewrite_neighbours import alike_counts
 from layoutopt.strategies import priced
 
 __all__ = ["NotRun", "PeerTables", "applied", "with_not_run"]
@@ -55,10 +53,7 @@ def with_not_run(plan: Plan, tables: Tables) -> Plan:
     if not isinstance(tables, PeerTables):
         return plan
     own = tables.not_run
-    report = msgspec.structs.replace(
-        plan.solver, not_run_copies=own.copies, not_run_ns=own.cost_ns, not_run_bytes=own.bytes_moved
-    )
-    return msgspec.structs.replace(plan, solver=report)
+    return with_report(plan, not_run_copies=own.copies, not_run_ns=own.cost_ns, not_run_bytes=own.bytes_moved)
 
 
 class _Unserved(Exception):
@@ -115,8 +110,7 @@ class _Builder:
     def build(self, started: float) -> tuple[PeerTables, Assignment]:
         """The tables and the assignment."""
         tables = self.tables
-        together = [len(run) for run in alike_runs(tables.graph) for _ in run]
-        choices = [self._choice(o, count) for o, count in enumerate(together)]
+        choices = [self._choice(o, count) for o, count in enumerate(alike_counts(tables.graph))]
         ops = tuple(replace(node, choices=(own,)) for node, own in zip(tables.problem.ops, choices, strict=True))
         storages = tuple(self._storage(s, node) for s, node in enumerate(tables.problem.storages))
         problem = Problem(storages, ops, self.relayouts)

@@ -26,8 +26,10 @@ __all__ = [
     "SolverReport",
     "decode",
     "encode",
+    "gap_of",
     "load",
     "save",
+    "with_report",
 ]
 
 PLAN_VERSION = 2
@@ -140,6 +142,16 @@ class Plan(msgspec.Struct, frozen=True):
     arena: tuple[ArenaSlot, ...]
     solver: SolverReport
     rewrites: tuple[str, ...] = ()
+
+
+def gap_of(objective_ns: int, bound_ns: int) -> float:
+    """How far an objective may be from the optimum, as a share of it; 1 where no bound is known."""
+    return (objective_ns - bound_ns) / objective_ns if bound_ns and objective_ns else 1.0
+
+
+def with_report(plan: Plan, **changes: object) -> Plan:
+    """The plan with something else in its solver's report."""
+    return msgspec.structs.replace(plan, solver=msgspec.structs.replace(plan.solver, **changes))
 
 
 class _Header(msgspec.Struct):

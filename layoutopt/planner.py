@@ -26,7 +26,7 @@ from layoutopt.policies import POLICIES
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.problem import Assignment, Problem
 from layoutopt.propagation import bfs, majority
-from layoutopt.rewrite_neighbours import alike_runs
+from layoutopt.rewrite_neighbours import alike_counts
 from layoutopt.rewrites import STORAGES, alternatives, origin_of, planned_graph, rewritten
 from layoutopt.solve import solve
 
@@ -387,7 +387,7 @@ def _check_device(
     slots = {slot.name: slot for slot in plan.arena}
     costs = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
     known: dict[tuple[int, int], ItemCost] = {}
-    together = [len(run) for run in alike_runs(graph) for _ in run]
+    together = alike_counts(graph)
     for step, (bound, stated) in enumerate(zip(bind(graph, plan, limits), costs, strict=True)):
         operands = len(bound.kernel.layouts)
         for name, workspace in zip(bound.slots[operands:], bound.kernel.scratch, strict=True):

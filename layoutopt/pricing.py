@@ -41,7 +41,7 @@ from layoutopt.errors import GraphError, InfeasibleError
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.problem import Choice, OpNode, Problem, StorageNode
-from layoutopt.rewrite_neighbours import alike_runs
+from layoutopt.rewrite_neighbours import alike_counts
 
 if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
@@ -131,8 +131,6 @@ class Pricer:
         built = _built(spec, layouts, variants)
         kernels = [kernel for kernel in built if kernel is not None]
         self._priced += len(kernels)
-        if self.count == 1:
-            return [(kernel, self.costs.predict(kernel)) for kernel in kernels]
         return [(kernel, self.costs.predict(kernel, self.count)) for kernel in kernels]
 
     def relayout(
@@ -245,7 +243,7 @@ def build_problem(
     storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
     pinned = _pinned(graph)
     nodes = []
-    together = [len(run) for run in alike_runs(graph) for _ in run]
+    together = alike_counts(graph)
     for done, op in enumerate(graph.ops):
         operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
         slots = _Slots.of(graph, op, operands, storages)

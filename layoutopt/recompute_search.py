@@ -73,9 +73,10 @@ def frontier(
     if classes:
         everything = frozenset(range(len(classes)))
         _drop(found, classes)
-        for start in _anchors(found, classes):
+        anchors = _anchors(found, classes)
+        for start in anchors:
             _keep(found, classes, everything - start)
-        _skip_blocks(found, classes)
+        _skip_blocks(found, classes, anchors[0])
         _in_part(found)
     return found.frontier()
 
@@ -313,9 +314,8 @@ def _keep(found: _Found, classes: Sequence[_Class], dropped: frozenset[int]) -> 
         dropped -= {-i}
 
 
-def _skip_blocks(found: _Found, classes: Sequence[_Class]) -> None:
+def _skip_blocks(found: _Found, classes: Sequence[_Class], one: frozenset[int]) -> None:
     """With anchors in every second, third, … block only: longer stretches are made anew, from less that is kept."""
-    (one, *_) = _anchors(found, classes)
     rest = _positions(classes, frozenset(range(len(classes))) - one)
     for every in _SKIPPED:
         skipped = {at for i in one for at, repetition in classes[i] if repetition % every}

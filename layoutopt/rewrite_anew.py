@@ -21,7 +21,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from layoutopt.errors import LayoutOptError
-from layoutopt.graph import Op, TrainingGraph
+from layoutopt.graph import Op, TrainingGraph, rename_reads
 from layoutopt.pass_views import overwrites
 
 __all__ = ["LATE", "SUFFIX", "made_anew", "may_run_again", "name_of", "positions_of", "run_again"]
@@ -65,19 +65,13 @@ def made_anew(graph: TrainingGraph, which: str) -> TrainingGraph:
         for p in before.get(at, ()):
             made |= {o.tensor: names[o.tensor] for o in graph.ops[p].outputs}
             ops.append(_again(graph.ops[p], made))
-        ops.append(_reading(op, made) if op.phase in LATE else op)
+        ops.append(rename_reads(op, made) if op.phase in LATE else op)
     return graph.with_ops(ops, tensors=tensors)
-
-
-def _reading(op: Op, names: dict[str, str]) -> Op:
-    if not any(o.tensor in names for o in op.inputs):
-        return op
-    return replace(op, inputs=tuple(replace(o, tensor=names.get(o.tensor, o.tensor)) for o in op.inputs))
 
 
 def _again(op: Op, names: dict[str, str]) -> Op:
     outputs = tuple(replace(o, tensor=names[o.tensor]) for o in op.outputs)
-    return replace(_reading(op, names), name=op.name + SUFFIX, outputs=outputs, phase="backward")
+    return replace(rename_reads(op, names), name=op.name + SUFFIX, outputs=outputs, phase="backward")
 
 
 def may_run_again(graph: TrainingGraph) -> list[int]:

@@ -19,7 +19,7 @@ from layoutopt.blocks import spec_ids
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.microbatch import micro_batches
 
-__all__ = ["alike_runs", "bring_together"]
+__all__ = ["alike_counts", "alike_runs", "bring_together"]
 
 _SHARE, _MOST_BYTES = 12, 64 << 20
 """Waiting gradients are run at this part of them all, or at this size: they keep activations alive meanwhile."""
@@ -141,3 +141,8 @@ def alike_runs(graph: TrainingGraph) -> Iterator[range]:
         writes |= written
     if graph.ops:
         yield range(start, len(graph.ops))
+
+
+def alike_counts(graph: TrainingGraph) -> list[int]:
+    """Per op, how many ops its run of ``alike_runs`` has."""
+    return [len(run) for run in alike_runs(graph) for _ in run]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from layoutopt.expr import Builder, Ref, kind_of, renumber_inputs, used_inputs
-from layoutopt.graph import Op, Operand, TrainingGraph
+from layoutopt.graph import Op, Operand, TrainingGraph, rename_reads
 from layoutopt.pass_views import compose, overwrites, same_view, seen
 from layoutopt.rewrite_updates import peak_bytes
 from layoutopt.view import View
@@ -92,13 +92,13 @@ def _hosted(graph: TrainingGraph, maker: Op, host: Op) -> TrainingGraph | None:
     if new is None:
         return None
     tensors = {**graph.tensors, **{again[n]: replace(graph.tensors[n], name=again[n]) for n in again}}
-    behind = [_with_reads(op, again) for op in sorted(early, key=lambda op: position[op.name])]
+    behind = [rename_reads(op, again) for op in sorted(early, key=lambda op: position[op.name])]
     ops: list[Op] = []
     for op in graph.ops:
         if op.name == host.name:
             ops += [new, *behind]
         elif op.name in readers:
-            ops += [] if op in early else [_with_reads(op, again)]
+            ops += [] if op in early else [rename_reads(op, again)]
         else:
             ops.append(op)
     return graph.with_ops(ops, tensors=tensors)
@@ -106,10 +106,6 @@ def _hosted(graph: TrainingGraph, maker: Op, host: Op) -> TrainingGraph | None:
 
 def _reads(op: Op, tensor: str) -> bool:
     return any(o.tensor == tensor for o in op.inputs)
-
-
-def _with_reads(op: Op, names: dict[str, str]) -> Op:
-    return replace(op, inputs=tuple(replace(o, tensor=names.get(o.tensor, o.tensor)) for o in op.inputs))
 
 
 def _change(graph: TrainingGraph, maker: Op, host: Op) -> View | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from costmodel.model import CostModel
     from kernels.bind import BoundStep
 
-__all__ = ["StepCost", "planned_s", "predict_step"]
+__all__ = ["StepCost", "measured_share", "planned_s", "predict_step"]
 
 INPUT_LAUNCHES = 1
 """The launch that spreads a step's inputs (``kernels/stage.py``)."""
@@ -65,6 +65,12 @@ class StepCost:
 def planned_s(plan: Plan) -> float:
     """The solver's objective: seconds of every op and relayout, one after the other."""
     return (sum(o.cost.total_ns for o in plan.ops) + sum(r.cost.total_ns for r in plan.relayouts)) * 1e-9
+
+
+def measured_share(plan: Plan) -> float:
+    """The part of the objective that was looked up among measured kernels."""
+    costs = [*(o.cost for o in plan.ops), *(r.cost for r in plan.relayouts)]
+    return sum(c.total_ns for c in costs if c.measured) * 1e-9 / planned_s(plan)
 
 
 def predict_step(plan: Plan, graph: TrainingGraph, model: DeviceModel) -> StepCost:

@@ -16,10 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from layoutopt.errors import DeviceError, GraphError, InfeasibleError, LayoutOptError
-from layoutopt.plan import Plan, encode
+from layoutopt.plan import Plan, encode, with_report
 
 __all__ = [
     "COLUMNS",
@@ -220,7 +218,7 @@ def refusal(cell: Cell, status: str, message: str) -> Row:
 
 def plan_bytes(plan: Plan) -> bytes:
     """A plan file without the seconds that its solver took: equal plans have equal bytes."""
-    return encode(msgspec.structs.replace(plan, solver=msgspec.structs.replace(plan.solver, seconds=0.0)))
+    return encode(with_report(plan, seconds=0.0))
 
 
 def solve(task: Task) -> tuple[Row, bytes | None]:

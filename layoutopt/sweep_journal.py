@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from layoutopt.errors import LayoutOptError
+from layoutopt.files import lock
 from layoutopt.sweep import Cell, Row
 
 __all__ = ["SweepJournal", "journal_path", "key_of"]
@@ -55,7 +56,7 @@ class SweepJournal:
             raise LayoutOptError(f"cannot write the journal {path}: {error.strerror}") from error
         self.rows: dict[str, Row] = {}
         try:
-            if not _locked(self._file.fileno()):
+            if not lock(self._file.fileno()):
                 raise LayoutOptError(f"another sweep is writing this table and its journal {path}: choose another -o")
             good = 0 if fresh else self._read({"layoutopt sweep": FORMAT, "settings": dict(settings)})
         except LayoutOptError:
@@ -101,16 +102,3 @@ class SweepJournal:
         self._file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether this process may write; systems without such locks trust that it may."""
-    try:
-        import fcntl
-    except ImportError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

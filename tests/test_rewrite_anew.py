@@ -9,33 +9,14 @@ import numpy as np
 import pytest
 
 from kernels import reference
-from layoutopt.checkpoint import initial_values
 from layoutopt.errors import LayoutOptError
-from layoutopt.example import example_inputs
 from layoutopt.graph import TrainingGraph
-from layoutopt.models import shipped
-from layoutopt.passes import run_passes
 from layoutopt.recompute_search import Recomputation, frontier, thinned
 from layoutopt.rewrite_anew import SUFFIX, made_anew, may_run_again, name_of, positions_of
 from layoutopt.rewrite_updates import peak_bytes, with_groups
 from layoutopt.rewrites import alternatives, before_family, in_order, origin_of, rewritten
-from tests.graphs import attention_step, linear_step, random_values
+from tests.test_rewrite_recompute import graphs, values_of
 from tests.test_rewrite_updates import overwriting
-
-
-@lru_cache(maxsize=4)
-def graphs(name: str) -> TrainingGraph:
-    if name == "linear":
-        return run_passes(linear_step())[0]
-    if name == "attention":
-        return run_passes(attention_step())[0]
-    return shipped(name)
-
-
-def values_of(graph: TrainingGraph) -> dict[str, np.ndarray]:
-    if graph.name == "vit-digits":
-        return initial_values(graph, 0) | example_inputs(graph)
-    return random_values(graph)
 
 
 def costs_of(graph: TrainingGraph) -> dict[str, int]:
