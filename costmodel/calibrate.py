@@ -63,6 +63,8 @@ SHARE_SPARE = 0.05
 """With more than this share left when all is tight, more kernels are measured."""
 SHARE_REFINE = 0.4
 """Share of the budget kept for measuring what the planner would pick, where a planner is given."""
+SHARE_SLOW = 0.01
+"""Share of the budget from which on a kernel is run no more often than it takes to know its time roughly."""
 SHARE_RESUMED = 0.25
 """Share that a calibration which is taken up again has at least: preparing its kernels takes time too."""
 FINISH_S = 0.005
@@ -153,6 +155,7 @@ def calibrate(
         journal=journal,
         clock=budget.clock,
         begin_s=budget.begin_s,
+        slow_s=SHARE_SLOW * budget.total_s,
     )
     try:
         session.anchor(anchor_kernels(runtime.limits, bench.fits))
@@ -233,7 +236,9 @@ class Calibration:
         batch = batch or pool.choose(self._constants, self._costs, BATCH)
         while batch:
             self._tell(f"{len(self._session.entries)} of {len(pool)} kernels measured")
-            if not self._session.measure(batch, left_s, kept_s):
+            tried = self._session.measure(batch, left_s, kept_s)
+            pool.give_back(batch[tried:])
+            if not tried:
                 break
             self._once_more(left_s)
             self._fit()

@@ -33,6 +33,9 @@ SLACK = 0.1
 MIN_SAMPLES = 4
 """Fewer samples than this make no fit of their own."""
 
+LEAST_LAUNCH_NS = 1000.0
+"""A launch costs no less, unless a kernel was measured that takes less; more only where that explains the samples."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -119,7 +122,8 @@ def fit_constants(
     x = np.array([s.features for s in ordered], dtype=np.float64)
     y = np.array([s.ns for s in ordered], dtype=np.float64)
     # Something runs at each launch, whatever the counts say: no prediction is zero.
-    least = np.array([y.min() / 2 if name == "launches" else 0.0 for name in names])
+    floor = min(float(y.min()) / 2, LEAST_LAUNCH_NS)
+    least = np.array([floor if name == "launches" else 0.0 for name in names])
     everything = _solve(x, y, None, least, np.zeros(len(names)))
     found: dict[str, tuple[np.ndarray, np.ndarray]] = {"all": everything}
     out = {"all": _record(everything[0], x, y, names)}

@@ -32,6 +32,9 @@ NEAR_BEST = 0.4
 EXPLORE = 0.2
 """Share of a batch drawn at random, so that the model is not blind beyond what it already likes."""
 
+PREPARE_S, RUNS = 0.25, 6
+"""What measuring a kernel takes: seconds to prepare it, and its time so many times over."""
+
 Pair = tuple[OpSpec, tuple[Layout, ...]]
 
 
@@ -45,7 +48,7 @@ class Candidate:
 
 
 class Pool:
-    """Kernels to choose from; ``choose`` hands each out once.
+    """Kernels to choose from; ``choose`` hands each out once, unless it is given back.
 
     Args:
         candidates: all of them.
@@ -69,8 +72,9 @@ class Pool:
     def choose(self, constants: Mapping[str, FamilyFit], costs: CostModel, count: int) -> list[Candidate]:
         """The next kernels to measure.
 
-        One after the other the kernel with the most at stake: the time its op takes in a step, times how near it is to
-        the op's best kernel, over how much of its op and of its variant was measured already. A share is random.
+        One after the other the kernel with the most at stake for each second that measuring it takes. At stake is the
+        time its op takes in a step, times how near it is to the op's best kernel, over how much of its op and of its
+        variant was measured already. A share is random, by those seconds alone.
 
         Args:
             constants: the fit so far; without any, a roofline guesses and nearness does not count.
@@ -78,7 +82,8 @@ class Pool:
             count: at most this many.
         """
         guess = self._guess(constants, costs)
-        stake = self._weight * guess
+        seconds = PREPARE_S + RUNS * guess / 1e9
+        stake = self._weight * guess / seconds
         if constants:
             best = np.full(len(self._all), np.inf)
             np.minimum.at(best, self._op, guess)
@@ -88,8 +93,18 @@ class Pool:
             known = (1 + self._op_taken[self._op]) * np.sqrt(1 + self._variant_taken[self._variant])
             picked.append(self._take(int(np.argmax(np.where(self._left, stake / known, -1.0)))))
         rest = np.flatnonzero(self._left).tolist()
-        picked += [self._take(i) for i in self._rng.sample(rest, min(len(rest), count - len(picked)))]
+        drawn = sorted(rest, key=lambda i: self._rng.random() ** seconds[i], reverse=True)  # without replacement
+        picked += [self._take(i) for i in drawn[: count - len(picked)]]
         return [self._all[i] for i in picked]
+
+    def give_back(self, untried: Sequence[Candidate]) -> None:
+        """Kernels that were handed out and not measured may be chosen again."""
+        keys = {c.kernel.key for c in untried}
+        for i in np.flatnonzero(~self._left).tolist():
+            if self._all[i].kernel.key in keys:
+                self._left[i] = True
+                self._op_taken[self._op[i]] -= 1
+                self._variant_taken[self._variant[i]] -= 1
 
     def take(self, keys: Set[str]) -> list[Candidate]:
         """Those kernels of some keys that were not handed out yet; they are now."""

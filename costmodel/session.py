@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Protocol
 
 from costmodel.device import Measurement, Probe
@@ -42,6 +43,8 @@ PREPARE_S = 0.25
 """Seconds to prepare a kernel, until some were prepared."""
 MARGIN = 1.25
 """What is begun may take so many times what the like of it took."""
+PATIENCE = 0.1
+"""Share of the time left that a batch may take before the rest of it is chosen anew, knowing what these took."""
 
 
 class TimesKernels(Protocol):
@@ -78,6 +81,7 @@ class Session:
         journal: told of everything.
         clock: seconds; ``at_s`` of rounds are counted from ``begin_s`` on it.
         begin_s: see there.
+        slow_s: a kernel that takes longer is not repeated: its time would be that of a hundred others.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Session:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
         begin_s: float | None = None,
+        slow_s: float = inf,
     ) -> None:
         kept = kept or Kept()
         self.entries: dict[str, Entry] = dict(kept.entries)
@@ -103,6 +108,7 @@ class Session:
         self._bench, self._kind, self._seed, self._tolerance = bench, kind, seed, tolerance
         self._journal, self._clock = journal, clock
         self._begin_s = clock() if begin_s is None else begin_s
+        self._slow_ns = 1e9 * slow_s
         self._prepared: dict[str, Prepared] = {}
         self._anchors: dict[str, Prepared] = {}
         self._each_s, self._round_s = PREPARE_S, 0.0
@@ -121,7 +127,7 @@ class Session:
                 continue
 
     def measure(self, batch: Sequence[Candidate], left_s: Callable[[], float], kept_s: float = 0.0) -> int:
-        """Prepare a batch, as much of it as there is time for, and time it; returns how many kernels were tried.
+        """Prepare a batch, as much of it as there is time and patience for, and time it; returns how many were tried.
 
         Args:
             batch: most wanted first.
@@ -130,7 +136,8 @@ class Session:
         """
         ready: dict[str, Prepared] = {}
         waiting = list(batch)
-        while waiting:
+        began, patience_s = self._clock(), PATIENCE * left_s()
+        while waiting and (not ready or self._clock() - began < patience_s):
             spare_s = left_s() - max(kept_s, self.missing_s(len(ready) + LEAST_TOGETHER))
             together = min(max(int(CHUNK_S / self._each_s), LEAST_TOGETHER), MOST_TOGETHER)
             count = min(together, int(spare_s / (MARGIN * self._each_s)))
@@ -144,7 +151,7 @@ class Session:
             ready |= new
             # At once: what is not timed yet is lost with an interruption. The first time tells what a round takes.
             self._round(list(new), refill=not self._round_s)
-        self._round(list(ready))
+        self._round([key for key in ready if not self._slow(key)])
         return len(batch) - len(waiting)
 
     def _prepare(self, chunk: Sequence[Candidate]) -> dict[str, Prepared]:
@@ -265,6 +272,10 @@ class Session:
             self._settled = len(self._rounds), settle(self._rounds)
         return self._settled[1]
 
+    def _slow(self, key: str) -> bool:
+        settled = self.settled()
+        return key in settled and settled[key].ns > self._slow_ns
+
     def loose(self) -> list[str]:
         """Prepared kernels that need more rounds."""
         settled = self.settled()
@@ -272,7 +283,11 @@ class Session:
             key
             for key in self._prepared
             if key not in settled
-            or (settled[key].repetitions < MOST_ROUNDS and not settled[key].tight(self._tolerance))
+            or (
+                settled[key].repetitions < MOST_ROUNDS
+                and not settled[key].tight(self._tolerance)
+                and not self._slow(key)
+            )
         ]
 
     def unsettled(self) -> set[str]:
@@ -295,8 +310,8 @@ class Session:
         """Seconds of the rounds that are missing until every kernel, and some more, has its least repetitions."""
         settled = self.settled()
         lacking = {key: LEAST_ROUNDS - settled[key].repetitions for key in self._prepared if key in settled}
-        lacking = {key: count for key, count in lacking.items() if count > 0}
-        typical_s = sum(s.ns for s in settled.values()) / 1e9 / max(len(settled), 1)
+        lacking = {key: count for key, count in lacking.items() if count > 0 and not self._slow(key)}
+        typical_s = sum(min(s.ns, self._slow_ns) for s in settled.values()) / 1e9 / max(len(settled), 1)
         rounds = LEAST_ROUNDS if extra else max(lacking.values(), default=0)
         seconds = sum(count * self._kernel_s(key) for key, count in lacking.items())
         return MARGIN * (seconds + extra * LEAST_ROUNDS * typical_s + rounds * self._round_s)

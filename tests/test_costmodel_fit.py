@@ -32,6 +32,13 @@ def made_up(label: str, ns_per: tuple[float, ...], count: int, seed: int, noise:
     return out
 
 
+def test_long_kernels_alone_do_not_say_that_launches_are_long():
+    rng = np.random.default_rng(5)
+    samples = [Sample("f.n", "", (1.0, flops, 1e3), 0.5 * flops) for flops in 10 ** rng.uniform(8.5, 10, 12)]
+    got = fit(samples, NAMES)
+    assert sum(predicted_ns(got, ("f.n", "f"), (1.0, 1e3, 1e3), NAMES).values()) < 1e6, "the least sample took 1e8 ns"
+
+
 def test_fit_recovers_what_the_times_were_made_of():
     truth = (3000.0, 0.02, 0.3)
     got = fit(made_up("f.n(v=4)", truth, 60, 1), NAMES)

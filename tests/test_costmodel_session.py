@@ -176,6 +176,32 @@ def test_a_planner_that_never_returns_in_time_is_asked_once(pool: Pool):
     assert budget.spent_s <= 66
 
 
+def test_a_kernel_that_takes_long_is_not_repeated_and_the_rest_of_its_batch_is_chosen_anew(pool: Pool):
+    clock = Clock()
+    device_ = Device(clock)
+    slow = {c.kernel.key for c in pool._all[::9]}
+    device_.truth_ns = lambda key: 2e9 if key in slow else 1e6
+    session = Session(device_, "cpu", 0, clock=clock, slow_s=0.5)
+    work = Calibration(session, MODEL, CostModel(MODEL), Budget(60.0, clock))
+    work.sample(pool)
+    work.tighten()
+    repeated = {key: sum(key in own for own in device_.rounds) for key in session.entries}
+    assert slow & repeated.keys()
+    assert all(repeated[key] == 1 for key in slow & repeated.keys())
+    assert all(count >= LEAST_ROUNDS for key, count in repeated.items() if key not in slow)
+
+
+def test_what_a_slow_batch_did_not_get_to_is_given_back(pool: Pool):
+    clock = Clock()
+    session = Session(Device(clock, ns=1e9), "cpu", 0, clock=clock)
+    batch = pool.choose({}, CostModel(MODEL), 40)
+    tried = session.measure(batch, lambda: 60.0)
+    assert 0 < tried < 40, "its first kernels took more of the time than a batch may"
+    pool.give_back(batch[tried:])
+    again = pool.choose({}, CostModel(MODEL), len(pool))
+    assert {c.kernel.key for c in again} == {c.kernel.key for c in pool._all} - {c.kernel.key for c in batch[:tried]}
+
+
 def test_a_fit_that_takes_long_at_the_end_is_paid_from_the_budget(pool: Pool, monkeypatch: pytest.MonkeyPatch):
     """The whole fit and its judge take 30 times what a quick one does, and that grows with the kernels."""
     clock = Clock()
