@@ -7,7 +7,7 @@ checks or explains it applies them again (:func:`planned_graph`). Rewrites are d
 
 ``ALWAYS`` are applied whenever they change something; of ``OPTIONAL``, planning tries with and without, and keeps what
 is predicted to be faster, or smaller where that is equal. A rewrite of a *family* has a parameter, written behind a
-colon (``anew:3-9``): planning chooses it, and whoever applies it reads it from the name.
+colon (``anew:3-9``, ``micro:4``): planning chooses it, and whoever applies it reads it from the name.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.graph import TrainingGraph
+from layoutopt.microbatch import in_micro_batches
 from layoutopt.plan import Plan
 from layoutopt.rewrite_anew import made_anew
 from layoutopt.rewrite_apply import apply_gradients
@@ -62,7 +63,17 @@ REWRITES: dict[str, Rewrite] = {
 }
 """By name, in the order in which they are applied."""
 
-FAMILIES: dict[str, tuple[str, Callable[[TrainingGraph, str], TrainingGraph]]] = {"anew": ("updates", made_anew)}
+
+def _micro(graph: TrainingGraph, count: str) -> TrainingGraph:
+    if not count.isdecimal():
+        raise LayoutOptError(f"rewrite 'micro:{count}' names no number of micro-batches: expected one such as micro:4")
+    return in_micro_batches(graph, int(count))
+
+
+FAMILIES: dict[str, tuple[str, Callable[[TrainingGraph, str], TrainingGraph]]] = {
+    "micro": ("recompute", _micro),
+    "anew": ("updates", made_anew),
+}
 """Rewrites with a parameter, ``NAME:PARAMETER``: by name, the rewrite before which they come, and what they do."""
 
 STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
@@ -125,8 +136,10 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 def before_family(names: Sequence[str], family: str) -> tuple[str, ...]:
     """Of some rewrites, those that are applied before one of a family would be."""
-    place = list(REWRITES).index(FAMILIES[family][0])
-    return tuple(name for name in in_order(names) if name in list(REWRITES)[:place])
+    order = list(REWRITES)
+    place = order.index(FAMILIES[family][0])
+    firsts = {name: FAMILIES[name.partition(":")[0]][0] if ":" in name else name for name in names}
+    return tuple(name for name in in_order(names) if order.index(firsts[name]) < place)
 
 
 def origin_of(graph: TrainingGraph) -> tuple[str, tuple[str, ...]]:
@@ -173,34 +186,42 @@ def alternatives(
     *,
     smaller: bool = False,
     gradients: bool = False,
+    micro_batches: int = 1,
 ) -> list[TrainingGraph]:
     """The graphs to plan, of which the best is kept; a rewrite that changes nothing is left out.
 
     Args:
         graph: as captured, or rewritten (then it is the only one).
-        names: exactly these rewrites, besides those of ``storage``; None lets planning choose.
+        names: exactly these rewrites, besides those of ``storage`` and of micro-batches; None lets planning choose.
         storage: one of :data:`STORAGES`.
         smaller: with :data:`SMALLER`; none where these change nothing, or where the rewrites are given.
         gradients: keep every gradient to be read after the step.
+        micro_batches: that the samples are cut into.
 
     Raises:
         LayoutOptError: there is no such storage or rewrite.
+        GraphError: the step cannot be cut into so many micro-batches.
     """
     check_storage(storage)
     stored = STORAGES[storage]
-    if smaller and (origin_of(graph)[1] or names is not None or rewritten(graph, SMALLER).ops == graph.ops):
-        return []
     if origin_of(graph)[1]:
-        return [graph]
+        return [] if smaller else [graph]
+    base = [f"micro:{micro_batches}"] if micro_batches != 1 else []
+    as_cut = rewritten(graph, base)
     if names is not None:
-        return [rewritten(graph, [*names, *stored])]
-    chosen: list[list[str]] = [list(SMALLER) if smaller else []]
+        return [] if smaller else [rewritten(graph, [*base, *names, *stored])]
+    chosen = _saving(graph, base) if smaller else [base]
     for name in OPTIONAL:
-        if rewritten(graph, [name]).ops != graph.ops:
+        if rewritten(graph, [*base, name]).ops != as_cut.ops:
             chosen += [[*names, name] for names in chosen]
     # In float16, gradients are scaled, and looked at, between the contraction and the update.
     always = [name for name in ALWAYS if name != "apply" or not (gradients or stored)]
     return [rewritten(graph, _effective(graph, [*always, *names, *stored])) for names in chosen]
+
+
+def _saving(graph: TrainingGraph, base: list[str]) -> list[list[str]]:
+    """Rewrites that save memory and change something, ``base`` before each of them."""
+    return [names for names in ([*base, *SMALLER],) if _effective(graph, names) == list(in_order(names))]
 
 
 def check_storage(storage: str) -> None:
