@@ -26,6 +26,7 @@ from layoutopt.rewrite_epilogue import with_epilogues
 from layoutopt.rewrite_half import half_storage
 from layoutopt.rewrite_logits import overwrite_logits
 from layoutopt.rewrite_neighbours import bring_together
+from layoutopt.rewrite_pieces import in_pieces, pieces_name
 from layoutopt.rewrite_recompute import recomputed
 from layoutopt.rewrite_reuse import write_over
 from layoutopt.rewrite_updates import early_updates
@@ -72,6 +73,7 @@ def _micro(graph: TrainingGraph, count: str) -> TrainingGraph:
 
 FAMILIES: dict[str, tuple[str, Callable[[TrainingGraph, str], TrainingGraph]]] = {
     "micro": ("recompute", _micro),
+    "pieces": ("recompute", in_pieces),
     "anew": ("updates", made_anew),
 }
 """Rewrites with a parameter, ``NAME:PARAMETER``: by name, the rewrite before which they come, and what they do."""
@@ -83,6 +85,8 @@ ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "apply", "updates
 OPTIONAL: tuple[str, ...] = ("attention",)
 SMALLER: tuple[str, ...] = ("recompute",)
 """Applied besides where no plan fits into memory without: they save memory and may take time."""
+PIECES: tuple[int, ...] = (4, 16)
+"""Into how many pieces a loss over a large vocabulary is cut then, with and without ``SMALLER``."""
 
 _META = "rewritten"
 _KEPT = 32
@@ -221,7 +225,14 @@ def alternatives(
 
 def _saving(graph: TrainingGraph, base: list[str]) -> list[list[str]]:
     """Rewrites that save memory and change something, ``base`` before each of them."""
-    return [names for names in ([*base, *SMALLER],) if _effective(graph, names) == list(in_order(names))]
+    cuts: list[list[str]] = []
+    for names in ([*base, pieces_name(count)] for count in PIECES):
+        # With too few rows for more pieces it is the same graph again.
+        if not any(rewritten(graph, names).ops == rewritten(graph, known).ops for known in cuts):
+            cuts.append(names)
+    found = [names for names in ([*base, *SMALLER], *cuts) if _effective(graph, names) == list(in_order(names))]
+    both = [[*SMALLER, *names] for names in cuts if names in found and [*base, *SMALLER] in found]
+    return [*found, *both]
 
 
 def check_storage(storage: str) -> None:
