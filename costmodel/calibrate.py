@@ -26,7 +26,7 @@ from costmodel.features import FEATURES, features
 from costmodel.fit import fit, judge, samples_of
 from costmodel.journal import Journal, Kept
 from costmodel.model import CostModel
-from costmodel.pool import Candidate, Pool, pool_of
+from costmodel.pool import LEAST_PAIRS, PAIRS_PER_S, Candidate, Pool, pool_of
 from costmodel.runner import ARENA_BYTES, Bench
 from costmodel.session import HELD_OUT_SHARE, TOLERANCE, Session, is_held_out
 from kernels.spec import Kernel
@@ -161,7 +161,13 @@ def calibrate(
         session.anchor(anchor_kernels(runtime.limits, bench.fits))
         before = budget.share  # what microbenchmarks took is no reason to choose from fewer kernels
         pool = pool_of(
-            graphs, runtime.limits, costs.machine, seed, lambda: budget.share > before + SHARE_POOL, bench.fits
+            graphs,
+            runtime.limits,
+            costs.machine,
+            seed,
+            lambda: budget.share > before + SHARE_POOL,
+            bench.fits,
+            max(LEAST_PAIRS, round(PAIRS_PER_S * budget.total_s)),
         )
         work = Calibration(session, model, costs, budget, tell)
         work.sample(pool, SHARE_REFINE if chooser else 0.0)

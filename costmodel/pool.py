@@ -23,9 +23,12 @@ from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.view import View
 
-__all__ = ["Candidate", "Pool", "graph_pairs", "pool_of"]
+__all__ = ["LEAST_PAIRS", "PAIRS_PER_S", "Candidate", "Pool", "graph_pairs", "pool_of"]
 
 PAIRS_PER_SPEC = 64
+LEAST_PAIRS, PAIRS_PER_S = 160, 1.6
+"""Without a graph, so many (op, layouts) pairs are listed, and so many for each second of the budget: on two cores of
+a CPU a pair's kernels took 0.7 s to measure."""
 NEAR_BEST = 0.4
 """A kernel this much slower than the best of its op (as a share) counts 1/e of it."""
 
@@ -141,12 +144,13 @@ def pool_of(
     seed: int,
     stop: Callable[[], bool],
     fits: Callable[[Kernel], bool],
+    pairs: int = LEAST_PAIRS,
 ) -> Pool:
-    """List kernels until ``stop``; with graphs those of their ops, else a designed sample."""
+    """List kernels until ``stop``; with graphs those of their ops, else a designed sample of so many ``pairs``."""
     if graphs:
         weighted = graph_pairs(graphs, limits, seed)
     else:
-        weighted = ((pair, 1.0) for pair in designed_pairs(limits, seed))
+        weighted = ((pair, 1.0) for pair in designed_pairs(limits, seed, pairs))
     found: dict[str, Candidate] = {}
     for (spec, layouts), weight in weighted:
         if found and stop():

@@ -43,8 +43,9 @@ PREPARE_S = 0.25
 """Seconds to prepare a kernel, until some were prepared."""
 MARGIN = 1.25
 """What is begun may take so many times what the like of it took."""
-PATIENCE = 0.1
-"""Share of the time left that a batch may take before the rest of it is chosen anew, knowing what these took."""
+PATIENCE, LEAST_PATIENCE_S = 0.1, 6.0
+"""Share of the time left, and seconds at least, that a batch may take before the rest of it is chosen anew, knowing what
+these took. Choosing takes time, too."""
 
 
 class TimesKernels(Protocol):
@@ -136,7 +137,7 @@ class Session:
         """
         ready: dict[str, Prepared] = {}
         waiting = list(batch)
-        began, patience_s = self._clock(), PATIENCE * left_s()
+        began, patience_s = self._clock(), max(PATIENCE * left_s(), LEAST_PATIENCE_S)
         while waiting and (not ready or self._clock() - began < patience_s):
             spare_s = left_s() - max(kept_s, self.missing_s(len(ready) + LEAST_TOGETHER))
             together = min(max(int(CHUNK_S / self._each_s), LEAST_TOGETHER), MOST_TOGETHER)

@@ -15,7 +15,7 @@ from costmodel.device import FamilyFit
 from costmodel.features import FEATURES, Machine
 from costmodel.microbench import designed_pairs
 from costmodel.model import CostModel, spec_text
-from costmodel.pool import graph_pairs, pool_of
+from costmodel.pool import Pool, graph_pairs, pool_of
 from costmodel.runner import Bench, id_limit
 from kernels.bind import relayout_spec
 from kernels.spec import DeviceLimits, OpSpec, op_spec
@@ -130,6 +130,14 @@ def test_pool_stops_when_told():
     assert 0 < len(small) < len(whole)
 
 
+def test_a_longer_calibration_lists_more_to_choose_from():
+    def listed(pairs: int) -> Pool:
+        return pool_of([], LIMITS, MACHINE, 0, lambda: False, lambda kernel: True, pairs)
+
+    few, more = listed(12), listed(40)
+    assert {c.kernel.key for c in few._all} < {c.kernel.key for c in more._all}
+
+
 @pytest.mark.parametrize(
     ("spec", "limit"),
     [
@@ -175,7 +183,7 @@ def runtime(device_index):
 def test_calibration_measures_predicts_and_reports(runtime, tmp_path):
     told = []
     begin = time.monotonic()
-    made = calibrate(runtime, budget_s=6, graphs=(small_graph(),), progress=lambda what, share: told.append(share))
+    made = calibrate(runtime, budget_s=12, graphs=(small_graph(),), progress=lambda what, share: told.append(share))
     seconds = time.monotonic() - begin
     assert seconds < 60, "a busy machine compiles slowly, but the budget stops new kernels"
     assert told == sorted(told)
