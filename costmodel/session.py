@@ -44,8 +44,8 @@ PREPARE_S = 0.25
 MARGIN = 1.25
 """What is begun may take so many times what the like of it took."""
 PATIENCE, LEAST_PATIENCE_S = 0.1, 6.0
-"""Share of the time left, and seconds at least, that a batch may take before the rest of it is chosen anew, knowing what
-these took. Choosing takes time, too."""
+"""Share of the time left, and seconds at least, that a batch may take before the rest of it is chosen anew, knowing
+what these took. Choosing takes time, too."""
 
 
 class TimesKernels(Protocol):
