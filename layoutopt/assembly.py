@@ -113,7 +113,6 @@ class _Builder:
         self.alive: dict[str, list[int]] = {}
         self.sizes: dict[str, int] = {}
         self._made: set[tuple[int, int]] = set()
-        self._together = tables.pricer
 
     def add(self, run: range) -> None:
         """Ops that may run at once, after the relayouts that they are the first to need.
@@ -121,7 +120,6 @@ class _Builder:
         All their buffers are alive throughout the run, so that nothing keeps them from really running at once.
         """
         graph = self.tables.graph
-        self._together = self.tables.pricer.together(len(run))
         placed = [self._placed(o, graph.ops[run.start].name) for o in run]
         first = len(self.steps)
         for o, positions in zip(run, placed, strict=True):
@@ -146,14 +144,12 @@ class _Builder:
         return positions
 
     def _op(self, o: int, positions: list[int]) -> None:
-        from kernels.spec import op_spec
-
         tables = self.tables
         op, node = tables.graph.ops[o], tables.problem.ops[o]
         choice = node.choices[self.assignment.choice[o]]
         stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
         seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
-        found = self._together.best(op_spec(tables.graph, op), tuple(x for x in seen if x is not None))
+        found = tables.books[o].best(tuple(x for x in seen if x is not None))
         assert found is not None, "a choice comes from a kernel"
         kernel, cost = found
         self.steps.append(("op", len(self.ops)))

@@ -7,6 +7,7 @@ do not count. A block is a run of ops that is followed by its like.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -32,10 +33,16 @@ class Block:
         return self.start + self.length * self.repeats
 
 
+_IDS: WeakKeyDictionary[TrainingGraph, np.ndarray] = WeakKeyDictionary()
+
+
 def spec_ids(graph: TrainingGraph) -> np.ndarray:
-    """A number per op, equal for ops that are alike."""
-    known: dict[object, int] = {}
-    return np.array([known.setdefault(_spec(graph, op), len(known)) for op in graph.ops], np.int64)
+    """A number per op, equal for ops that are alike; not to be written to."""
+    if graph not in _IDS:
+        known: dict[object, int] = {}
+        _IDS[graph] = np.array([known.setdefault(_spec(graph, op), len(known)) for op in graph.ops], np.int64)
+        _IDS[graph].flags.writeable = False
+    return _IDS[graph]
 
 
 def _spec(graph: TrainingGraph, op: Op) -> object:

@@ -22,7 +22,6 @@ from layoutopt.plan import Plan, with_report
 from layoutopt.policies import POLICIES, Extra, Policy, Wishes, wish
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment, Choice, OpNode, Problem, StorageNode
-from layoutopt.rewrite_neighbours import alike_counts
 from layoutopt.strategies import priced
 
 __all__ = ["NotRun", "PeerTables", "applied", "with_not_run"]
@@ -110,13 +109,15 @@ class _Builder:
     def build(self, started: float) -> tuple[PeerTables, Assignment]:
         """The tables and the assignment."""
         tables = self.tables
-        choices = [self._choice(o, count) for o, count in enumerate(alike_counts(tables.graph))]
+        choices = [self._choice(o) for o in range(len(tables.graph.ops))]
         ops = tuple(replace(node, choices=(own,)) for node, own in zip(tables.problem.ops, choices, strict=True))
         storages = tuple(self._storage(s, node) for s, node in enumerate(tables.problem.storages))
         problem = Problem(storages, ops, self.relayouts)
         seconds = time.perf_counter() - started
         found = priced(problem, self.primary, (0,) * len(ops), self.policy.name, "HEURISTIC", seconds)
-        own = PeerTables(tables.graph, problem, tables.names, tables.index, tables.pricer, self._not_run())
+        own = PeerTables(
+            tables.graph, problem, tables.names, tables.index, tables.pricer, tables.books, self._not_run()
+        )
         return own, found
 
     def _storage(self, s: int, node: StorageNode) -> StorageNode:
@@ -124,22 +125,19 @@ class _Builder:
         sizes = tuple(layout.size_elems * DTYPES[storage.dtype] for layout in self.candidates[s])
         return replace(node, candidates=tuple(self.candidates[s]), sizes_bytes=sizes)
 
-    def _choice(self, o: int, count: int) -> Choice:
+    def _choice(self, o: int) -> Choice:
         """The first tuple of layouts that a kernel accepts.
 
         Raises:
             _Unserved: none.
         """
-        from kernels.spec import op_spec
-
         tables = self.tables
-        op, node = tables.graph.ops[o], tables.problem.ops[o]
-        spec, pricer = op_spec(tables.graph, op), tables.pricer.together(count)
+        op, node, book = tables.graph.ops[o], tables.problem.ops[o], tables.books[o]
         for picks in _tuples(self._options(o, node)):
             stored = [self.candidates[s][x] for s, x in zip(node.operands, picks, strict=True)]
             viewed = [operand.view.layout(layout) for operand, layout in zip(op.operands, stored, strict=True)]
             known = tuple(layout for layout in viewed if layout is not None)
-            best = pricer.best(spec, known) if len(known) == len(viewed) else None
+            best = book.best(known) if len(known) == len(viewed) else None
             if best and all(self._converts(s, x) for s, x in zip(node.operands, picks, strict=True)):
                 return Choice(picks, price_ns(best[1]), best[0].variant.label)
         tied = {node.operands[k] for k in node.primary_operands}

@@ -27,25 +27,25 @@ once more with them in row-major; the limit is twice as high. It is pivoted on t
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
+from layoutopt.blocks import spec_ids
 from layoutopt.candidates import fixed_storages, leading, seen_through
+from layoutopt.collector import collector_paused
 from layoutopt.errors import GraphError, InfeasibleError
-from layoutopt.graph import Op, TrainingGraph
+from layoutopt.graph import Op, Storage, TrainingGraph
 from layoutopt.layout import Layout
+from layoutopt.pricer import Book, Pricer, price_ns
 from layoutopt.problem import Choice, OpNode, Problem, StorageNode
 from layoutopt.rewrite_neighbours import alike_counts
 
 if TYPE_CHECKING:
-    from costmodel.cost import Cost, Costs
-    from kernels.spec import Kernel, KernelVariant, OpSpec
+    from costmodel.cost import Costs
+    from kernels.spec import OpSpec
 
 __all__ = ["Pricer", "Progress", "Tables", "build_problem", "price_ns"]
 
@@ -54,134 +54,6 @@ Progress = Callable[[str, float], None]
 
 _LIMIT = 96
 _LIMITS = {"contraction": 216}
-
-
-def price_ns(cost: Cost) -> int:
-    """A prediction as the tables hold it: whole nanoseconds, at least one, so that nothing is free."""
-    return max(round(cost.total_ns), 1)
-
-
-class Pricer:
-    """The cheapest kernel for a spec over layouts, remembered.
-
-    Args:
-        costs: prices kernels on a device.
-        count: equal kernels that run at once: prices are one's part.
-
-    Attributes:
-        choices: of ops, by what they are and which layouts their storages have: repeated blocks, and graphs that are
-            mostly alike, share them.
-    """
-
-    def __init__(self, costs: Costs, count: int = 1) -> None:
-        self.costs = costs
-        self.count = count
-        self.choices: dict[Hashable, tuple[Choice, ...]] = {}
-        self._best: dict[OpSpec, dict[tuple[Layout, ...], tuple[Kernel, Cost] | None]] = {}
-        self._variants: dict[OpSpec, list[KernelVariant]] = {}
-        self._favoured: dict[OpSpec, list[KernelVariant]] = {}
-        self._priced = 0
-        self._together: dict[int, Pricer] = {}
-
-    def together(self, count: int) -> Pricer:
-        """The pricer of kernels of which so many equal ones run at once; remembered, too."""
-        if count == self.count:
-            return self
-        if count not in self._together:
-            self._together[count] = Pricer(self.costs, count)
-        return self._together[count]
-
-    @property
-    def kernels(self) -> int:
-        """How many kernels were priced, those that run together included."""
-        return self._priced + sum(own.kernels for own in self._together.values())
-
-    def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
-        """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
-        known = self._best.setdefault(spec, {})
-        if layouts not in known:
-            priced = self._price(spec, layouts, self._favoured.get(spec, ()))
-            known[layouts] = _least(priced or self._price(spec, layouts, self._all(spec)))
-        return known[layouts]
-
-    def narrow(self, spec: OpSpec, pivots: Iterable[tuple[Layout, ...]]) -> None:
-        """From now on try only variants that are the best of their name for one of these layout tuples."""
-        if spec in self._favoured:
-            return
-        favoured: dict[KernelVariant, None] = {}
-        for layouts in pivots:
-            priced = self._price(spec, layouts, self._all(spec))
-            self._best.setdefault(spec, {})[layouts] = _least(priced)
-            for name in dict.fromkeys(kernel.variant.name for kernel, _ in priced):
-                least = _least([p for p in priced if p[0].variant.name == name])
-                if least:
-                    favoured[least[0].variant] = None
-        self._favoured[spec] = list(favoured)
-
-    def _all(self, spec: OpSpec) -> list[KernelVariant]:
-        from kernels.variants import family_of
-
-        if spec not in self._variants:
-            self._variants[spec] = family_of(spec.kind).variants(spec, self.costs.limits)
-        return self._variants[spec]
-
-    def _price(
-        self, spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelVariant]
-    ) -> list[tuple[Kernel, Cost]]:
-        built = _built(spec, layouts, variants)
-        kernels = [kernel for kernel in built if kernel is not None]
-        self._priced += len(kernels)
-        return [(kernel, self.costs.predict(kernel, self.count)) for kernel in kernels]
-
-    def relayout(
-        self, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
-    ) -> tuple[Kernel, Cost] | None:
-        """The cheapest conversion between two layouts of one shape."""
-        from kernels.bind import relayout_spec
-
-        return self.best(relayout_spec(shape, dtype), (source, target))
-
-
-_KEPT: OrderedDict[tuple[OpSpec, tuple[Layout, ...]], dict[KernelVariant, Kernel | None]] = OrderedDict()
-_MOST_KEPT = 40_000
-"""Kernels are values that no cost model changes, and making one costs as much as pricing it: they are kept, with their
-counts (``Kernel.memo``), for the next time a graph is priced. Of so many tuples of layouts, the latest used."""
-
-
-def _built(spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelVariant]) -> list[Kernel | None]:
-    from kernels.variants import family_of
-
-    key = (spec, layouts)
-    known = _KEPT.pop(key, None)
-    _KEPT[key] = known = {} if known is None else known  # the latest used is last
-    if len(_KEPT) > _MOST_KEPT:
-        _KEPT.popitem(last=False)
-    build = family_of(spec.kind).build
-    out = []
-    for variant in variants:
-        if variant not in known:
-            known[variant] = build(variant, spec, layouts)
-        out.append(known[variant])
-    return out
-
-
-def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[Kernel, Cost] | None:
-    return min(priced, key=lambda p: (price_ns(p[1]), p[0].variant.label), default=None)
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pricing makes millions of values that stay, and no cycles: collecting would walk them again and again."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()  # both together: what is alive now counts as old, without a look at it
-            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -193,7 +65,8 @@ class Tables:
         problem: storages in the order of ``names``, ops in the graph's order.
         names: storage names.
         index: the position of each.
-        pricer: knows the kernel behind every choice.
+        pricer: knows the kernel behind every relayout.
+        books: know the kernel behind every choice of an op, by position.
     """
 
     graph: TrainingGraph
@@ -201,6 +74,7 @@ class Tables:
     names: tuple[str, ...]
     index: Mapping[str, int]
     pricer: Pricer = field(repr=False)
+    books: tuple[Book, ...] = field(repr=False)
 
     @property
     def kernels(self) -> int:
@@ -208,7 +82,7 @@ class Tables:
         return self.pricer.kernels
 
 
-@_collector_paused()
+@collector_paused()
 def build_problem(
     graph: TrainingGraph,
     costs: Costs,
@@ -232,8 +106,6 @@ def build_problem(
         GraphError: an op reads a value that was already overwritten in place, or its kind has no kernels.
         InfeasibleError: no kernel serves an op in any of its layouts; ``conflict`` names it.
     """
-    from kernels.spec import op_spec
-
     pricer = pricer or Pricer(costs)
     used = {graph.storage_of[o.tensor] for op in graph.ops for o in op.operands}
     used |= {graph.storage_of[out] for out in graph.outputs}
@@ -242,36 +114,85 @@ def build_problem(
     fixed = fixed_storages(graph)
     storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
     pinned = _pinned(graph)
-    nodes = []
-    together = alike_counts(graph)
-    for done, op in enumerate(graph.ops):
-        operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
-        slots = _Slots.of(graph, op, operands, storages)
-        spec = op_spec(graph, op)
-        key = (spec, slots.seen, slots.members, limit)
-        own = pricer.together(together[done])
-        choices = own.choices.get(key)
-        if choices is None:
-            lead = tuple(i for i, group in enumerate(slots.members) if set(group) & set(leading(op)))
-            choices = _choices(own, spec, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
-            own.choices[key] = choices
+    nodes, books = [], []
+    for done, (op, asked) in enumerate(zip(graph.ops, _asked(graph, index, storages, limit), strict=True)):
+        choices, book = asked.answer(pricer)
         if not choices:
-            raise _unserved(graph, op, spec)
+            raise _unserved(graph, op, asked.spec)
+        operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
         nodes.append(OpNode(op.name, operands, len(op.inputs), choices, pinned[op.name]))
+        books.append(book)
         if progress:
             progress("pricing kernels", 0.7 * (done + 1) / len(graph.ops))
     relayouts: dict[tuple[int, int, int], int] = {}
     for s, node in enumerate(storages):
-        storage = graph.storages[node.name]
+        own = _relayouts(pricer, graph.storages[node.name], node)
+        relayouts |= {(s, a, b): ns for (a, b), ns in own.items()}
+        if progress:
+            progress("pricing relayouts", 0.7 + 0.2 * (s + 1) / len(storages))
+    return Tables(graph, Problem(storages, tuple(nodes), relayouts), names, index, pricer, tuple(books))
+
+
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is to be priced of an op: one for all that are alike and whose storages have the same candidates.
+
+    Attributes:
+        spec: of its kernels.
+        count: equal kernels that run at once.
+        slots: its decisions.
+        lead: slots that vary freely; the others follow (see the module's text).
+        limit: layout tuples at most.
+    """
+
+    spec: OpSpec
+    count: int
+    slots: _Slots
+    lead: tuple[int, ...]
+    limit: int
+
+    def answer(self, pricer: Pricer) -> tuple[tuple[Choice, ...], Book]:
+        """The choices, and the book that they are from; remembered."""
+        own = pricer.together(self.count)
+        key = self.spec, self.slots.seen, self.slots.members, self.lead, self.limit
+        if key not in own.choices:
+            book = own.book(self.spec)
+            own.choices[key] = _choices(book, self.slots, self.lead, self.limit), book
+        return own.choices[key]
+
+
+def _asked(
+    graph: TrainingGraph, index: Mapping[str, int], storages: Sequence[StorageNode], limit: int | None
+) -> Iterator[_Asked]:
+    """What is to be priced, op by op."""
+    from kernels.spec import op_spec
+
+    ids: dict[tuple[Layout, ...], int] = {}
+    options = [(ids.setdefault(node.candidates, len(ids)), node.primary) for node in storages]
+    known: dict[Hashable, _Asked] = {}
+    for op, alike, count in zip(graph.ops, map(int, spec_ids(graph)), alike_counts(graph), strict=True):
+        operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
+        tied = tuple(operands.index(s) for s in operands)
+        key = alike, count, tied, tuple(options[s] for s in operands)
+        if key not in known:
+            slots = _Slots.of(graph, op, operands, storages)
+            lead = tuple(i for i, group in enumerate(slots.members) if set(group) & set(leading(op)))
+            known[key] = _Asked(op_spec(graph, op), count, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
+        yield known[key]
+
+
+def _relayouts(pricer: Pricer, storage: Storage, node: StorageNode) -> dict[tuple[int, int], int]:
+    """Nanoseconds by pair of candidates, from the primary alone where that is fixed; remembered."""
+    key = storage.shape, storage.dtype, node.candidates, node.primary
+    if key not in pricer.relayouts:
+        out = pricer.relayouts[key] = {}
         for a, b in itertools.permutations(range(len(node.candidates)), 2):
             if node.primary not in (-1, a):
                 continue
             found = pricer.relayout(storage.shape, storage.dtype, node.candidates[a], node.candidates[b])
             if found:
-                relayouts[s, a, b] = price_ns(found[1])
-        if progress:
-            progress("pricing relayouts", 0.7 + 0.2 * (s + 1) / len(storages))
-    return Tables(graph, Problem(storages, tuple(nodes), relayouts), names, index, pricer)
+                out[a, b] = price_ns(found[1])
+    return pricer.relayouts[key]
 
 
 def _storage_node(graph: TrainingGraph, name: str, layouts: tuple[Layout, ...], fixed: bool) -> StorageNode:
@@ -363,33 +284,32 @@ class _Slots:
         return tuple(out[k] for k in range(self.width))
 
 
-def _choices(pricer: Pricer, spec: OpSpec, slots: _Slots, lead: tuple[int, ...], limit: int) -> tuple[Choice, ...]:
+def _choices(book: Book, slots: _Slots, lead: tuple[int, ...], limit: int) -> tuple[Choice, ...]:
     """The priced tuples; the slots in ``lead`` vary freely, the others follow (see the module's text)."""
     found = {}
     if all(slots.seen):
-        for picks in _tuples(pricer, spec, slots, lead, limit):
-            best = pricer.best(spec, slots.layouts(picks))
+        for picks in _tuples(book, slots, lead, limit):
+            best = book.best(slots.layouts(picks))
             if best:
                 indices = slots.indices(picks)
                 found[indices] = Choice(indices, price_ns(best[1]), best[0].variant.label)
     return tuple(found.values())
 
 
-def _tuples(
-    pricer: Pricer, spec: OpSpec, slots: _Slots, lead: tuple[int, ...], limit: int
-) -> Iterator[tuple[int, ...]]:
+def _tuples(book: Book, slots: _Slots, lead: tuple[int, ...], limit: int) -> Iterator[tuple[int, ...]]:
     counts = [len(options) for options in slots.seen]
     plain = (0,) * len(counts)
     single = [_replaced(plain, slot, option) for slot, n in enumerate(counts) for option in range(1, n)]
     led = [picks for picks in single if any(picks[slot] for slot in lead)]
     if min(prod(counts), limit) > 2 * (1 + len(led)):
-        pricer.narrow(spec, (slots.layouts(picks) for picks in [plain, *led]))
+        book.narrow(slots.layouts(picks) for picks in [plain, *led])
     if prod(counts) <= limit:
         return itertools.product(*map(range, counts))
     uniform = list(_uniform(slots))
     further: Iterable[tuple[int, ...]]
+    spec = book.spec
     if spec.kind == "contraction":
-        product = list(_best_product(pricer, spec, slots, lead, led, limit))
+        product = list(_best_product(book, slots, lead, led, limit))
         further = itertools.chain((_followed(slots, spec.inputs, lead, picks) for picks in product), product)
         limit = limit if len(lead) == len(counts) else 2 * limit
     else:
@@ -422,8 +342,7 @@ def _uniform(slots: _Slots) -> Iterator[tuple[int, ...]]:
 
 
 def _best_product(
-    pricer: Pricer,
-    spec: OpSpec,
+    book: Book,
     slots: _Slots,
     lead: tuple[int, ...],
     single: list[tuple[int, ...]],
@@ -435,7 +354,7 @@ def _best_product(
     for slot in lead:
         priced = []
         for picks in [(0,) * len(slots.seen), *(p for p in single if p[slot])]:
-            best = pricer.best(spec, slots.layouts(picks))
+            best = book.best(slots.layouts(picks))
             if best:
                 priced.append((price_ns(best[1]), picks[slot]))
         kept[slot] = [option for _, option in sorted(priced)[:keep]] or [0]

@@ -42,6 +42,7 @@ FACE = {
         "peers",
         "phone",
         "planner",
+        "pricer",
         "pricing",
         "probing",
         "refining",

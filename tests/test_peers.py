@@ -13,7 +13,7 @@ from costmodel.model import CostModel
 from kernels import reference
 from kernels.execute import Executor
 from kernels.runtime import Runtime, devices
-from kernels.spec import Kernel, OpSpec
+from kernels.spec import Kernel
 from layoutopt import baselines, planner
 from layoutopt import plan as plans
 from layoutopt.check import check
@@ -26,7 +26,8 @@ from layoutopt.passes import run_passes
 from layoutopt.peers import PeerTables, applied
 from layoutopt.planner import plan_all, tabulate
 from layoutopt.policies import POLICIES, wish
-from layoutopt.pricing import Pricer, Tables
+from layoutopt.pricer import Book
+from layoutopt.pricing import Tables
 from layoutopt.problem import Assignment
 from layoutopt.rewrites import rewritten
 from tests.fake_costs import FakeCosts
@@ -267,13 +268,13 @@ def test_an_updated_value_is_never_read_from_a_copy() -> None:
 
 def refuse_blocks(monkeypatch: pytest.MonkeyPatch, operand: int) -> None:
     """From now on no contraction has this operand with its columns in blocks."""
-    best = Pricer.best
+    best = Book.best
 
-    def picky(pricer: Pricer, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
-        blocked = spec.kind == "contraction" and len(layouts[operand].axis_modes(2)) > 1
-        return None if blocked else best(pricer, spec, layouts)
+    def picky(book: Book, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
+        blocked = book.spec.kind == "contraction" and len(layouts[operand].axis_modes(2)) > 1
+        return None if blocked else best(book, layouts)
 
-    monkeypatch.setattr(Pricer, "best", picky)
+    monkeypatch.setattr(Book, "best", picky)
 
 
 def test_where_no_kernel_writes_a_layout_the_output_is_row_major(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +302,7 @@ def test_where_no_kernel_reads_a_layout_the_input_is_read_in_another(monkeypatch
 
 def test_no_kernel_at_all_is_an_error_that_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     own = tables()
-    monkeypatch.setattr(Pricer, "best", lambda *_: None)
+    monkeypatch.setattr(Book, "best", lambda *_: None)
     with pytest.raises(InfeasibleError, match=r"has no kernel for the layouts of tflite.*ilp") as caught:
         applied(own, "tflite")
     assert caught.value.conflict
