@@ -86,7 +86,7 @@ OPTIONAL: tuple[str, ...] = ("attention",)
 SMALLER: tuple[str, ...] = ("recompute",)
 """Applied besides where no plan fits into memory without: they save memory and may take time."""
 PIECES: tuple[int, ...] = (4, 16)
-"""Into how many pieces a loss over a large vocabulary is cut then, with and without ``SMALLER``."""
+"""Into how many pieces a loss over a large vocabulary is cut then, beside ``SMALLER``."""
 
 _META = "rewritten"
 _KEPT = 32
@@ -227,12 +227,13 @@ def _saving(graph: TrainingGraph, base: list[str]) -> list[list[str]]:
     """Rewrites that save memory and change something, ``base`` before each of them."""
     cuts: list[list[str]] = []
     for names in ([*base, pieces_name(count)] for count in PIECES):
-        # With too few rows for more pieces it is the same graph again.
-        if not any(rewritten(graph, names).ops == rewritten(graph, known).ops for known in cuts):
+        # With too few rows, or no such loss, it is the same graph again.
+        if all(rewritten(graph, names).ops != rewritten(graph, known).ops for known in (base, *cuts)):
             cuts.append(names)
-    found = [names for names in ([*base, *SMALLER], *cuts) if _effective(graph, names) == list(in_order(names))]
-    both = [[*SMALLER, *names] for names in cuts if names in found and [*base, *SMALLER] in found]
-    return [*found, *both]
+    whole = [*base, *SMALLER]
+    if _effective(graph, whole) == list(in_order(whole)):
+        return [whole, *([*SMALLER, *names] for names in cuts)]
+    return cuts
 
 
 def check_storage(storage: str) -> None:
