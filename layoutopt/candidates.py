@@ -13,7 +13,7 @@ a cap; row-major is always first. Integers, small tensors and vectors stay row-m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -174,16 +174,21 @@ def _proposes(op: Op, position: int) -> Propose:
 
 def _pulled_back(
     graph: TrainingGraph, operand: Operand, storage: Storage, rules: Rules, propose: Propose
-) -> Iterator[tuple[Layout, float]]:
+) -> Iterable[tuple[Layout, float]]:
     """What an op proposes for a storage, with its worth: the earlier in the rules, the more."""
-    bijective = operand.view.is_bijective
-    shape = graph.operand_shape(operand) if bijective else storage.shape
-    ranked = propose(shape, rules) if bijective else proposals(shape, rules)
-    back = operand.view.inverse(storage.shape) if bijective else View()
-    for rank, proposal in enumerate(ranked):
-        layout = seen_through(back, proposal)
-        if layout is not None and _affordable(layout, rules):
-            yield layout, 1.0 - rank / (len(ranked) + 1)
+    if not operand.view.is_bijective:
+        return _ranked(View(), storage.shape, storage.shape, rules, proposals)
+    return _ranked(operand.view, graph.operand_shape(operand), storage.shape, rules, propose)
+
+
+@lru_cache(maxsize=1 << 14)
+def _ranked(
+    view: View, shape: tuple[int, ...], stored: tuple[int, ...], rules: Rules, propose: Propose
+) -> tuple[tuple[Layout, float], ...]:
+    """Proposals for a shape that a bijective view shows, pulled back to the storage, with their worth."""
+    ranked, back = propose(shape, rules), view.inverse(stored)
+    own = [(seen_through(back, proposal), 1.0 - rank / (len(ranked) + 1)) for rank, proposal in enumerate(ranked)]
+    return tuple((layout, worth) for layout, worth in own if layout is not None and _affordable(layout, rules))
 
 
 def _affordable(layout: Layout, rules: Rules) -> bool:
@@ -193,25 +198,51 @@ def _affordable(layout: Layout, rules: Rules) -> bool:
 
 def _pass_on(graph: TrainingGraph, votes: dict[str, dict[Layout, float]], flexible: set[str], rules: Rules) -> None:
     """One hop: each point-by-point operation offers what its full operands have to the others."""
-    before = {name: dict(own) for name, own in votes.items()}
+    before = {name: tuple(own.items()) for name, own in votes.items()}
+    numbers: dict[tuple[tuple[Layout, float], ...], int] = {}
+    number = {name: numbers.setdefault(own, len(numbers)) for name, own in before.items()}
+    known: dict[Hashable, list[list[tuple[Layout, float]]]] = {}
     for op in graph.ops:
         full = _full_operands(graph, op, flexible)
-        if len({graph.storage_of[o.tensor] for o in full}) < 2:
+        names = [graph.storage_of[o.tensor] for o in full]
+        if len(set(names)) < 2:
             continue
-        offers: dict[Layout, tuple[float, str]] = {}
-        for operand in full:
-            name = graph.storage_of[operand.tensor]
-            for layout, worth in before[name].items():
-                seen = seen_through(operand.view, layout)
-                if seen is not None and worth > offers.get(seen, (0.0, ""))[0]:
-                    offers[seen] = worth, name
-        for operand in full:
-            name = graph.storage_of[operand.tensor]
-            back = operand.view.inverse(graph.storages[name].shape)
-            for seen, (worth, source) in offers.items():
-                own = seen_through(back, seen) if source != name else None
-                if own is not None and _affordable(own, rules):
-                    votes[name][own] = votes[name].get(own, 0.0) + _PASSED_ON * worth
+        seen = [(o.view, graph.storages[name].shape) for o, name in zip(full, names, strict=True)]
+        # Repeated blocks ask the same: operands with the same votes, seen through the same views.
+        key = tuple(seen), tuple(number[name] for name in names), tuple(names.index(name) for name in names)
+        if key not in known:
+            known[key] = _offers(seen, names, [before[name] for name in names], rules)
+        for name, offered in zip(names, known[key], strict=True):
+            for layout, worth in offered:
+                votes[name][layout] = votes[name].get(layout, 0.0) + _PASSED_ON * worth
+
+
+def _offers(
+    seen: Sequence[tuple[View, tuple[int, ...]]],
+    names: Sequence[str],
+    votes: Sequence[Iterable[tuple[Layout, float]]],
+    rules: Rules,
+) -> list[list[tuple[Layout, float]]]:
+    """Per operand, the layouts that the others of an operation offer to its storage, with their worth.
+
+    Args:
+        seen: per operand, its view and its storage's shape.
+        names: of the storages.
+        votes: what each storage has.
+        rules: of the device.
+    """
+    offers: dict[Layout, tuple[float, str]] = {}
+    for (view, _), name, own in zip(seen, names, votes, strict=True):
+        for stored, worth in own:
+            layout = seen_through(view, stored)
+            if layout is not None and worth > offers.get(layout, (0.0, ""))[0]:
+                offers[layout] = worth, name
+    out = []
+    for (view, shape), name in zip(seen, names, strict=True):
+        back = view.inverse(shape)
+        pulled = [(seen_through(back, x), worth) for x, (worth, source) in offers.items() if source != name]
+        out.append([(x, worth) for x, worth in pulled if x is not None and _affordable(x, rules)])
+    return out
 
 
 def _full_operands(graph: TrainingGraph, op: Op, flexible: set[str]) -> list[Operand]:

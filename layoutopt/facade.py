@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from layoutopt.collector import collector_paused
 from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
 from layoutopt.passes import PassReport, run_passes
@@ -123,6 +124,7 @@ def solve_plan(
     return plans[strategy]
 
 
+@collector_paused()
 def solve_all(
     graph: TrainingGraph,
     model: DeviceModel,

@@ -66,13 +66,17 @@ class Pricer:
             self._books[spec] = Book(self, spec)
         return self._books[spec]
 
+    def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
+        """What the spec's book says."""
+        return self.book(spec).best(layouts)
+
     def relayout(
         self, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
     ) -> tuple[Kernel, Cost] | None:
         """The cheapest conversion between two layouts of one shape."""
         from kernels.bind import relayout_spec
 
-        return self.book(relayout_spec(shape, dtype)).best((source, target))
+        return self.best(relayout_spec(shape, dtype), (source, target))
 
     def variants(self, spec: OpSpec) -> list[KernelVariant]:
         """All that the spec's family has for the device."""
