@@ -20,17 +20,14 @@ needs is known when it is made, and ``layoutopt/budget.py`` goes on from here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from layoutopt.blocks import find_blocks
-from layoutopt.graph import Op, TrainingGraph
-from layoutopt.pass_views import overwrites
-from layoutopt.rewrite_anew import LATE, may_run_again, name_of
-from layoutopt.rewrite_updates import with_groups
+from layoutopt.graph import TrainingGraph
+from layoutopt.recompute_step import Step
+from layoutopt.rewrite_anew import name_of
 
 __all__ = ["Recomputation", "frontier", "thinned"]
 
@@ -38,8 +35,6 @@ _MOST_CLASSES = 24
 """Classes that are decided one by one; smaller ones are joined by their kind of op."""
 _SKIPPED = (2, 3, 4)
 _PARTS = (0.25, 0.5, 0.75)
-_EAGER = 1 << 40
-"""So many groups of updates: each runs as soon as it may."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ def frontier(
         cost_ns: of ops, by name; an op without a price is never run again.
         sizes: bytes of tensors by name, where they are stored otherwise than the graph says.
     """
-    step = _Step(graph, cost_ns, sizes or {})
+    step = Step(graph, cost_ns, sizes or {})
     found = _Found(step)
     classes = _classes(step)
     if classes:
@@ -96,124 +91,13 @@ def thinned(choices: Sequence[Recomputation], most: int) -> list[Recomputation]:
     return list(dict.fromkeys([choices[0], *nearest, choices[-1]]))
 
 
-# ---- walking through a step -----------------------------------------------------------------------------------------
-
-
-class _Step:
-    """The step as numbers: what each op reads and writes, how many bytes that is, what the op costs.
-
-    Attributes:
-        droppable: positions of ops that may run again and whose results the backward pass reads.
-        through: positions of ops that may run again and whose results only the forward pass reads.
-        kept_bytes: by droppable position, the bytes of its results that are read late.
-    """
-
-    def __init__(self, graph: TrainingGraph, cost_ns: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-        self.graph = graph
-        position = {op.name: at for at, op in graph.walk()}
-        eager = with_groups(graph, _EAGER)
-        self._order = [position[op.name] for op in eager.ops]
-        self._late = [op.phase in LATE for op in graph.ops]
-        self.cost_ns = [cost_ns.get(op.name, 0) for op in graph.ops]
-        maker = {o.tensor: at for at, op in graph.walk() for o in op.outputs}
-        storages = {name: i for i, name in enumerate(graph.storages)}
-        again = {name: len(storages) + i for i, name in enumerate(maker)}
-        self._bytes = np.zeros(len(storages) + len(again))
-        for name, tensor in graph.tensors.items():
-            size = sizes.get(name, tensor.size_elems * tensor.item_bytes)
-            if name in storages:
-                self._bytes[storages[name]] = size
-            if name in again:
-                self._bytes[again[name]] = size
-
-        def key(name: str) -> tuple[int, int, int]:
-            return storages[graph.storage_of[name]], maker.get(name, -1), again.get(name, -1)
-
-        self._reads = [tuple(dict.fromkeys(key(o.tensor) for o in op.inputs)) for op in graph.ops]
-        self._writes = [tuple(key(o.tensor) for o in op.outputs) for op in graph.ops]
-        kept = {graph.storage_of[name] for name in graph.outputs}
-        lasting = {n for n, s in graph.storages.items() if s.role in ("parameter", "state", "constant")}
-        begun = {n for n, s in graph.storages.items() if s.role == "input"}
-        touched = {graph.storage_of[o.tensor] for op in graph.ops for o in op.operands}
-        self._from_start = [storages[n] for n in (lasting | begun) & touched]
-        self._to_end = [storages[n] for n in (lasting | kept) & touched]
-        gone = overwrites(graph)
-        never = len(graph.ops)
-        self._gone = [min((gone.get(o.tensor, never) for o in op.inputs), default=never) for op in graph.ops]
-        free = [at for at in may_run_again(graph) if graph.ops[at].name in cost_ns]
-        late_bytes = {at: self._late_bytes(graph.ops[at]) for at in free}
-        self.droppable = [at for at in free if late_bytes[at]]
-        self.through = frozenset(at for at in free if not late_bytes[at])
-        self.kept_bytes = late_bytes
-
-    def _late_bytes(self, op: Op) -> int:
-        read = [o.tensor for o in op.outputs if any(r.phase in LATE for r in self.graph.consumers[o.tensor])]
-        return sum(self.graph.tensors[t].size_elems * self.graph.tensors[t].item_bytes for t in read)
-
-    def walk(self, dropped: Collection[int]) -> tuple[list[int], int]:
-        """Which ops run again where these results are dropped, and the most bytes alive."""
-        left = set(dropped) | self.through
-        while True:
-            ran, first, last, stuck = self._walk(left)
-            if not stuck:
-                break
-            left -= stuck
-        used = first >= 0
-        alive = np.bincount(first[used], self._bytes[used], len(self._order) + len(ran) + 1)
-        alive -= np.bincount(last[used] + 1, self._bytes[used], len(alive))
-        return ran, int(np.cumsum(alive).max())
-
-    def _walk(self, dropped: set[int]) -> tuple[list[int], np.ndarray, np.ndarray, set[int]]:
-        first, last = [-1] * len(self._bytes), [0] * len(self._bytes)
-        made = bytearray(len(self._order))
-        ran: list[int] = []
-        stuck: set[int] = set()
-        now = 0
-        for at in self._order:
-            late = self._late[at]
-            if late:
-                for p in self._wanted(at, dropped, made):
-                    made[p] = 1
-                    ran.append(p)
-                    if self._gone[p] < at:
-                        stuck.add(p)
-                    for key, maker, again in self._reads[p]:
-                        last[again if maker >= 0 and made[maker] else key] = now
-                    for _, _, again in self._writes[p]:
-                        first[again] = last[again] = now
-                    now += 1
-            for key, maker, again in self._reads[at]:
-                last[again if late and maker >= 0 and made[maker] else key] = now
-            for key, _, _ in self._writes[at]:
-                last[key] = now
-                if first[key] < 0:
-                    first[key] = now
-            now += 1
-        for key in self._from_start:
-            first[key] = 0
-        for key in self._to_end:
-            last[key] = now - 1
-        return ran, np.array(first), np.array(last), stuck
-
-    def _wanted(self, at: int, dropped: set[int], made: bytearray) -> list[int]:
-        """Ops that have to run again before an op of the backward pass, in order."""
-        wanted: set[int] = set()
-        pending = [at]
-        while pending:
-            for _, maker, _ in self._reads[pending.pop()]:
-                if maker in dropped and not made[maker] and maker not in wanted:
-                    wanted.add(maker)
-                    pending.append(maker)
-        return sorted(wanted)
-
-
 # ---- choices --------------------------------------------------------------------------------------------------------
 
 _Class = tuple[tuple[int, int], ...]
 """Ops that are decided alike: (position, number of the block)."""
 
 
-def _classes(step: _Step) -> list[_Class]:
+def _classes(step: Step) -> list[_Class]:
     """What may be dropped, the largest first."""
     place: dict[int, tuple[object, int]] = {}
     for block in find_blocks(step.graph):
@@ -234,7 +118,7 @@ def _classes(step: _Step) -> list[_Class]:
 class _Found:
     """Every choice that was judged, by the ops that it drops."""
 
-    def __init__(self, step: _Step) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
         self.all: dict[frozenset[int], Recomputation] = {}
         self.judge(frozenset())
@@ -242,9 +126,9 @@ class _Found:
     def judge(self, dropped: frozenset[int]) -> Recomputation:
         """What a choice takes and needs; remembered."""
         if dropped not in self.all:
-            ran, peak = self.step.walk(dropped)
-            extra = sum(self.step.cost_ns[p] for p in ran)
-            self.all[dropped] = Recomputation(name_of(ran) if ran else "", extra, peak)
+            walk = self.step.walk(dropped)
+            extra = sum(self.step.cost_ns[p] for p in walk.ran)
+            self.all[dropped] = Recomputation(name_of(walk.ran) if walk.ran else "", extra, walk.peak_bytes)
         return self.all[dropped]
 
     def best(self) -> list[tuple[frozenset[int], Recomputation]]:
