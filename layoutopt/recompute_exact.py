@@ -264,9 +264,7 @@ class _Program:
         coming = []
         for j in sorted(self._of.get(key, ())):
             done = now[j] if again < 0 or j < again else before[j]
-            if not (isinstance(end[j], float) or end[j] is done):
-                coming.append(end[j] - done)
-            elif isinstance(end[j], float) and end[j] > 0:
+            if not isinstance(end[j], float) and end[j] is not done:
                 coming.append(end[j] - done)
         kept = self._any(1 - self._dropped(i) if i >= 0 else 1.0, coming, self._late.get(key, -1) >= turn)
         parts: list[mathopt.LinearTypes] = [1.0] if self._touched.get(key, -1) >= turn else [kept]
@@ -280,9 +278,7 @@ class _Program:
             anew = self._at_least([now[i] - before[i], anew])
         return [*parts, anew]
 
-    def _any(
-        self, there: mathopt.LinearTypes, coming: list[mathopt.LinearTypes], read: bool
-    ) -> mathopt.LinearTypes:
+    def _any(self, there: mathopt.LinearTypes, coming: list[mathopt.LinearTypes], read: bool) -> mathopt.LinearTypes:
         """``there`` where it is read anyway, or something is yet to be made from it."""
         if read:
             return there

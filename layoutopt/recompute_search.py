@@ -14,8 +14,10 @@ ends, greedily by bytes per nanosecond:
   block's input, or its like), or of every second, third, fourth block; what saves most time for its bytes returns.
 
 Each choice may also be made in the first blocks only, the rest taking the next cheaper one. What no other choice beats
-in time and memory is the frontier. Bytes are those of row-major tensors, updates run as early as they may: what a plan
-needs is known when it is made, and ``layoutopt/budget.py`` goes on from here.
+in time and memory is the frontier: it says quickly what there is over the whole range of memory, and proves nothing.
+For one budget, ``layoutopt/recompute_exact.py`` finds the least time, from the best of these. Bytes are those of
+row-major tensors, updates run as early as they may: what a plan needs is known when it is made, and
+``layoutopt/budget.py`` goes on from here.
 """
 
 from __future__ import annotations
@@ -26,15 +28,18 @@ from itertools import pairwise
 
 from layoutopt.blocks import find_blocks
 from layoutopt.graph import TrainingGraph
+from layoutopt.recompute_exact import least_extra
 from layoutopt.recompute_step import Step
 from layoutopt.rewrite_anew import name_of
 
-__all__ = ["Recomputation", "frontier", "thinned"]
+__all__ = ["Choices", "Recomputation", "frontier", "thinned"]
 
 _MOST_CLASSES = 24
 """Classes that are decided one by one; smaller ones are joined by their kind of op."""
 _SKIPPED = (2, 3, 4)
 _PARTS = (0.25, 0.5, 0.75)
+_EXACT_S = 20.0
+"""For the least time within a budget; a second is the rule, and nodes of the search end it before."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +57,46 @@ class Recomputation:
     peak_bytes: int
 
 
-def frontier(
-    graph: TrainingGraph, cost_ns: Mapping[str, int], sizes: Mapping[str, int] | None = None
-) -> list[Recomputation]:
-    """Choices that no other beats in both time and memory: from nothing made anew to the least memory found.
+class Choices:
+    """What a step may make anew: the greedy search's frontier, and the best choice within a budget.
 
     Args:
         graph: that the rewrite will be applied to.
         cost_ns: of ops, by name; an op without a price is never run again.
         sizes: bytes of tensors by name, where they are stored otherwise than the graph says.
     """
-    step = Step(graph, cost_ns, sizes or {})
-    found = _Found(step)
-    classes = _classes(step)
-    if classes:
+
+    def __init__(
+        self, graph: TrainingGraph, cost_ns: Mapping[str, int], sizes: Mapping[str, int] | None = None
+    ) -> None:
+        self.step = Step(graph, cost_ns, sizes or {})
+        self._found = _Found(self.step)
+        self._searched = False
+
+    def frontier(self) -> list[Recomputation]:
+        """Choices that no other beats in both time and memory: from nothing made anew to the least memory found."""
+        if not self._searched:
+            self._search()
+            self._searched = True
+        return [choice for _, choice in self._found.best()]
+
+    def within(self, budget_bytes: int) -> Recomputation | None:
+        """The least time within a budget: proven nearly always, else the best that is known; None where nothing fits.
+
+        It becomes part of the frontier.
+        """
+        self.frontier()
+        fitting = [pair for pair in self._found.best() if pair[1].peak_bytes <= budget_bytes]
+        known = fitting[0] if fitting else None
+        least = least_extra(self.step, budget_bytes, known[0] if known else None, time_limit_s=_EXACT_S)
+        if least.dropped is not None:
+            return self._found.judge(least.dropped)
+        return known[1] if known else None
+
+    def _search(self) -> None:
+        found, classes = self._found, _classes(self.step)
+        if not classes:
+            return
         everything = frozenset(range(len(classes)))
         _drop(found, classes)
         anchors = _anchors(found, classes)
@@ -73,7 +104,13 @@ def frontier(
             _keep(found, classes, everything - start)
         _skip_blocks(found, classes, anchors[0])
         _in_part(found)
-    return found.frontier()
+
+
+def frontier(
+    graph: TrainingGraph, cost_ns: Mapping[str, int], sizes: Mapping[str, int] | None = None
+) -> list[Recomputation]:
+    """The frontier of ``Choices`` of these."""
+    return Choices(graph, cost_ns, sizes).frontier()
 
 
 def thinned(choices: Sequence[Recomputation], most: int) -> list[Recomputation]:
@@ -139,9 +176,6 @@ class _Found:
             if not out or choice.peak_bytes < out[-1][1].peak_bytes:
                 out.append((dropped, choice))
         return out
-
-    def frontier(self) -> list[Recomputation]:
-        return [choice for _, choice in self.best()]
 
 
 def _positions(classes: Sequence[_Class], chosen: Iterable[int]) -> frozenset[int]:

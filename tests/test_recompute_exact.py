@@ -10,9 +10,10 @@ import pytest
 
 from layoutopt.graph import Expr, Op, Operand, Phase, Tensor, TrainingGraph
 from layoutopt.recompute_exact import least_extra
-from layoutopt.recompute_search import frontier
+from layoutopt.recompute_search import Choices, frontier
 from layoutopt.recompute_step import Step
-from tests.test_rewrite_anew import costs_of
+from layoutopt.rewrites import rewritten
+from tests.test_rewrite_anew import costs_of, eager_peak
 from tests.test_rewrite_recompute import graphs
 
 SEEDS = range(60)
@@ -80,3 +81,69 @@ def test_the_least_is_that_of_all_choices(seed: int, between: bool) -> None:
         assert found.bound_ns == found.extra_ns == min(fitting), (seed, budget)
         assert found.dropped is not None
         assert step.walk(found.dropped, between).peak_bytes <= budget
+
+
+@lru_cache(maxsize=2)
+def choices_of(name: str) -> Choices:
+    graph = graphs(name)
+    return Choices(graph, costs_of(graph))
+
+
+@pytest.mark.parametrize("seed", SEEDS[:30])
+def test_the_greedy_search_is_near_and_the_best_choice_becomes_part_of_its_frontier(seed: int) -> None:
+    """On steps of some twelve ops, over all budgets together; one by one it may be far off."""
+    graph, costs = random_step(seed)
+    choices = Choices(graph, costs)
+    by_peak: dict[int, int] = {}
+    for peak, extra in all_choices(choices.step, False):
+        by_peak[peak] = min(extra, by_peak.get(peak, extra))
+    greedy, least = 0, 0
+    known = choices.frontier()
+    for budget in by_peak:
+        best = min(extra for peak, extra in by_peak.items() if peak <= budget)
+        near = min((c.extra_ns for c in known if c.peak_bytes <= budget), default=best)
+        assert near >= best
+        greedy, least = greedy + near, least + best
+        found = choices.within(budget)
+        assert found is not None
+        assert found.peak_bytes <= budget
+        assert found.extra_ns == best
+        assert min(c.extra_ns for c in choices.frontier() if c.peak_bytes <= budget) == best
+    assert greedy <= 1.6 * least
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_a_whole_model(share: float) -> None:
+    """Proven, no worse than the greedy choice, and the rewritten graph needs what the program says."""
+    choices = choices_of("vit-digits")
+    known = frontier(graphs("vit-digits"), costs_of(graphs("vit-digits")))
+    budget = int(known[0].peak_bytes * share)
+    found = choices.within(budget)
+    assert found is not None
+    greedy = min(c.extra_ns for c in known if c.peak_bytes <= budget)
+    assert found.extra_ns <= greedy <= 1.3 * found.extra_ns
+    assert eager_peak(rewritten(graphs("vit-digits"), [found.name])) <= budget
+    loose = least_extra(choices.step, budget, between=True)
+    assert loose.proven
+    assert loose.bound_ns is not None
+    assert loose.bound_ns <= found.extra_ns
+
+
+def test_what_no_choice_can_do() -> None:
+    choices = choices_of("vit-digits")
+    held = sum(t.size_elems * t.item_bytes for t in graphs("vit-digits").by_role("parameter", "state"))
+    assert choices.within(held) is None
+    assert least_extra(choices.step, held).bound_ns is None
+    whole = choices.frontier()[0].peak_bytes
+    assert choices.within(whole) == choices.frontier()[0]
+
+
+def test_few_nodes_give_an_honest_bound() -> None:
+    """Stopped after the first moment, the program still says what nothing can undercut."""
+    choices = choices_of("vit-digits")
+    budget = int(choices.frontier()[0].peak_bytes * 0.6)
+    whole, stopped = least_extra(choices.step, budget), least_extra(choices.step, budget, rounds=1)
+    assert whole.extra_ns is not None
+    assert stopped.bound_ns is not None
+    assert stopped.bound_ns <= whole.extra_ns
+    assert stopped.extra_ns is None or stopped.extra_ns >= whole.extra_ns
