@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from layoutopt.layout import Layout
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
     from kernels.spec import Kernel, KernelVariant, OpSpec
 
-__all__ = ["Book", "Pricer", "price_ns"]
+__all__ = ["Book", "Noted", "Pricer", "price_ns"]
 
 
 def price_ns(cost: Cost) -> int:
@@ -66,6 +67,10 @@ class Pricer:
             self._books[spec] = Book(self, spec)
         return self._books[spec]
 
+    def knows(self, spec: OpSpec) -> bool:
+        """Whether there is a book of the spec."""
+        return spec in self._books
+
     def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
         """What the spec's book says."""
         return self.book(spec).best(layouts)
@@ -95,6 +100,19 @@ class Pricer:
         return [(kernel, self.costs.predict(kernel, self.count)) for kernel in kernels]
 
 
+@dataclass(frozen=True)
+class Noted:
+    """What a book needs to answer as another one does, by value.
+
+    Attributes:
+        favoured: see ``Book.narrow``; None where it was not narrowed.
+        early: layouts that were asked for before: of these every variant was tried.
+    """
+
+    favoured: tuple[KernelVariant, ...] | None
+    early: frozenset[tuple[Layout, ...]]
+
+
 class Book:
     """The cheapest kernel of one spec by layouts, each worked out when first asked for.
 
@@ -106,13 +124,15 @@ class Book:
     def __init__(self, pricer: Pricer, spec: OpSpec) -> None:
         self.pricer, self.spec = pricer, spec
         self._known: dict[tuple[Layout, ...], tuple[Kernel, Cost] | None] = {}
-        self._favoured: list[KernelVariant] | None = None
+        self._favoured: tuple[KernelVariant, ...] | None = None
+        self._early: frozenset[tuple[Layout, ...]] = frozenset()
 
     def best(self, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
         """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
         if layouts not in self._known:
             price, spec = self.pricer.price, self.spec
-            priced = price(spec, layouts, self._favoured or ())
+            tried = () if layouts in self._early else self._favoured or ()
+            priced = price(spec, layouts, tried)
             self._known[layouts] = _least(priced or price(spec, layouts, self.pricer.variants(spec)))
         return self._known[layouts]
 
@@ -120,6 +140,7 @@ class Book:
         """From now on try only variants that are the best of their name for one of these layout tuples."""
         if self._favoured is not None:
             return
+        self._early = frozenset(self._known)
         favoured: dict[KernelVariant, None] = {}
         for layouts in pivots:
             priced = self.pricer.price(self.spec, layouts, self.pricer.variants(self.spec))
@@ -128,7 +149,15 @@ class Book:
                 least = _least([p for p in priced if p[0].variant.name == name])
                 if least:
                     favoured[least[0].variant] = None
-        self._favoured = list(favoured)
+        self._favoured = tuple(favoured)
+
+    def noted(self) -> Noted:
+        """For a book elsewhere."""
+        return Noted(self._favoured, self._early)
+
+    def enter(self, noted: Noted) -> None:
+        """Make an empty book answer as the other one does."""
+        self._favoured, self._early = noted.favoured, noted.early
 
 
 _KEPT: OrderedDict[tuple[OpSpec, tuple[Layout, ...]], dict[KernelVariant, Kernel | None]] = OrderedDict()

@@ -3,44 +3,26 @@
 Part of the face: it imports ``kernels`` and (for types) ``costmodel``, lazily. For every distinct operation and tuple
 of operand layouts, the kernels that accept them are priced and the cheapest kept, which loses nothing. Repeated blocks
 share their prices. Neighbours that are equal and may run at once will share their launches: each is priced at its part
-of them, by what a launch takes that does the work of all (``costmodel/shared.py``).
-
-**Which kernels.** All of them for row-major operands and for one operand in another layout (the *pivots*). Elsewhere,
-where an op has many tuples, only variants that were the best of their orientation at some pivot; all again where none
-of these accepts the layouts. Register tiles follow the shape far more than the layouts, and this divides the work by
-about five.
-
-**Which tuples.** Operands that must agree (in-place pairs, one storage read twice through one view) are one *slot*.
-Where the product of the slots' candidates is within ``limit``, every tuple is priced. Beyond it, these are, in this
-order, until the limit is reached:
-
-1. all slots row-major;
-2. *uniform* tuples: for each layout that some slot sees, every slot that can be seen in it is, the others row-major;
-3. tuples that differ from row-major in one slot;
-4. for a contraction, the product of each slot's best layouts, ranked by the prices of 3; for other operations, tuples
-   that differ from a uniform one in one slot.
-
-Of a contraction with an epilogue, that product is over what it multiplies and its first output. The others *follow* it:
-each tuple comes with its extra operands and further outputs seen in the first output's layout wherever they can be, and
-once more with them in row-major; the limit is twice as high. It is pivoted on the three alone.
+of them, by what a launch takes that does the work of all (``costmodel/shared.py``). Which
+kernels, and which tuples: see ``layoutopt/asked.py``.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import TYPE_CHECKING
 
+from layoutopt.asked import LIMIT, LIMITS, Asked, Moves, Slots
 from layoutopt.blocks import spec_ids
 from layoutopt.candidates import fixed_storages, leading, seen_through
 from layoutopt.collector import collector_paused
 from layoutopt.errors import GraphError, InfeasibleError
-from layoutopt.graph import Op, Storage, TrainingGraph
+from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.pricer import Book, Pricer, price_ns
-from layoutopt.problem import Choice, OpNode, Problem, StorageNode
+from layoutopt.pricing_apart import share_out
+from layoutopt.problem import OpNode, Problem, StorageNode
 from layoutopt.rewrite_neighbours import alike_counts
 
 if TYPE_CHECKING:
@@ -51,9 +33,6 @@ __all__ = ["Pricer", "Progress", "Tables", "build_problem", "price_ns"]
 
 Progress = Callable[[str, float], None]
 """Called with what is being done, and the share of the whole planning that is behind it."""
-
-_LIMIT = 96
-_LIMITS = {"contraction": 216}
 
 
 @dataclass(frozen=True)
@@ -114,8 +93,11 @@ def build_problem(
     fixed = fixed_storages(graph)
     storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
     pinned = _pinned(graph)
+    everything = list(_asked(graph, index, storages, limit))
+    moves = [Moves.of(graph.storages[node.name], node) for node in storages]
+    share_out(pricer, everything, moves, progress)
     nodes, books = [], []
-    for done, (op, asked) in enumerate(zip(graph.ops, _asked(graph, index, storages, limit), strict=True)):
+    for done, (op, asked) in enumerate(zip(graph.ops, everything, strict=True)):
         choices, book = asked.answer(pricer)
         if not choices:
             raise _unserved(graph, op, asked.spec)
@@ -125,74 +107,31 @@ def build_problem(
         if progress:
             progress("pricing kernels", 0.7 * (done + 1) / len(graph.ops))
     relayouts: dict[tuple[int, int, int], int] = {}
-    for s, node in enumerate(storages):
-        own = _relayouts(pricer, graph.storages[node.name], node)
-        relayouts |= {(s, a, b): ns for (a, b), ns in own.items()}
+    for s, own in enumerate(moves):
+        relayouts |= {(s, a, b): ns for (a, b), ns in own.answer(pricer).items()}
         if progress:
             progress("pricing relayouts", 0.7 + 0.2 * (s + 1) / len(storages))
     return Tables(graph, Problem(storages, tuple(nodes), relayouts), names, index, pricer, tuple(books))
 
 
-@dataclass(frozen=True, eq=False)
-class _Asked:
-    """What is to be priced of an op: one for all that are alike and whose storages have the same candidates.
-
-    Attributes:
-        spec: of its kernels.
-        count: equal kernels that run at once.
-        slots: its decisions.
-        lead: slots that vary freely; the others follow (see the module's text).
-        limit: layout tuples at most.
-    """
-
-    spec: OpSpec
-    count: int
-    slots: _Slots
-    lead: tuple[int, ...]
-    limit: int
-
-    def answer(self, pricer: Pricer) -> tuple[tuple[Choice, ...], Book]:
-        """The choices, and the book that they are from; remembered."""
-        own = pricer.together(self.count)
-        key = self.spec, self.slots.seen, self.slots.members, self.lead, self.limit
-        if key not in own.choices:
-            book = own.book(self.spec)
-            own.choices[key] = _choices(book, self.slots, self.lead, self.limit), book
-        return own.choices[key]
-
-
 def _asked(
     graph: TrainingGraph, index: Mapping[str, int], storages: Sequence[StorageNode], limit: int | None
-) -> Iterator[_Asked]:
+) -> Iterator[Asked]:
     """What is to be priced, op by op."""
     from kernels.spec import op_spec
 
     ids: dict[tuple[Layout, ...], int] = {}
     options = [(ids.setdefault(node.candidates, len(ids)), node.primary) for node in storages]
-    known: dict[Hashable, _Asked] = {}
+    known: dict[Hashable, Asked] = {}
     for op, alike, count in zip(graph.ops, map(int, spec_ids(graph)), alike_counts(graph), strict=True):
         operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
         tied = tuple(operands.index(s) for s in operands)
         key = alike, count, tied, tuple(options[s] for s in operands)
         if key not in known:
-            slots = _Slots.of(graph, op, operands, storages)
+            slots = Slots.of(graph, op, operands, storages)
             lead = tuple(i for i, group in enumerate(slots.members) if set(group) & set(leading(op)))
-            known[key] = _Asked(op_spec(graph, op), count, slots, lead, limit or _LIMITS.get(op.kind, _LIMIT))
+            known[key] = Asked(op_spec(graph, op), count, slots, lead, limit or LIMITS.get(op.kind, LIMIT))
         yield known[key]
-
-
-def _relayouts(pricer: Pricer, storage: Storage, node: StorageNode) -> dict[tuple[int, int], int]:
-    """Nanoseconds by pair of candidates, from the primary alone where that is fixed; remembered."""
-    key = storage.shape, storage.dtype, node.candidates, node.primary
-    if key not in pricer.relayouts:
-        out = pricer.relayouts[key] = {}
-        for a, b in itertools.permutations(range(len(node.candidates)), 2):
-            if node.primary not in (-1, a):
-                continue
-            found = pricer.relayout(storage.shape, storage.dtype, node.candidates[a], node.candidates[b])
-            if found:
-                out[a, b] = price_ns(found[1])
-    return pricer.relayouts[key]
 
 
 def _storage_node(graph: TrainingGraph, name: str, layouts: tuple[Layout, ...], fixed: bool) -> StorageNode:
@@ -235,127 +174,3 @@ def _unserved(graph: TrainingGraph, op: Op, spec: OpSpec) -> InfeasibleError:
     )
     names = tuple(dict.fromkeys(graph.storage_of[o.tensor] for o in op.operands))
     return InfeasibleError(f"op {op.name} ({op.kind} {shapes}, from {op.source or '?'}): {reason}", (op.name, *names))
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """The free decisions of one op.
-
-    Attributes:
-        members: operand positions that move together, per slot.
-        seen: per slot, its options: the candidate index and the layouts that its members see.
-        width: number of operands.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    seen: tuple[tuple[tuple[int, tuple[Layout, ...]], ...], ...]
-    width: int
-
-    @staticmethod
-    def of(graph: TrainingGraph, op: Op, operands: Sequence[int], storages: Sequence[StorageNode]) -> _Slots:
-        groups: dict[tuple[object, ...], list[int]] = {}
-        updated = {len(op.inputs) + out: inp for out, inp in op.inplace}
-        for k in range(len(op.operands)):
-            # An updated input is its output's partner whatever the views; other operands are tied by storage and view.
-            lead = updated.get(k, k)
-            groups.setdefault((operands[lead], op.operands[lead].view), []).append(k)
-        members = tuple(tuple(group) for group in groups.values())
-        seen = []
-        for group in members:
-            node = storages[operands[group[0]]]
-            writes = any(k >= len(op.inputs) for k in group)
-            allowed = [node.primary] if writes and node.primary >= 0 else range(len(node.candidates))
-            rows = ((c, [seen_through(op.operands[k].view, node.candidates[c]) for k in group]) for c in allowed)
-            seen.append(tuple((c, tuple(x for x in row if x)) for c, row in rows if None not in row))
-        return _Slots(members, tuple(seen), len(op.operands))
-
-    def layouts(self, picks: Sequence[int]) -> tuple[Layout, ...]:
-        """The layouts that operands see when slot i takes its option ``picks[i]``."""
-        out: dict[int, Layout] = {}
-        for group, options, pick in zip(self.members, self.seen, picks, strict=True):
-            out.update(zip(group, options[pick][1], strict=True))
-        return tuple(out[k] for k in range(self.width))
-
-    def indices(self, picks: Sequence[int]) -> tuple[int, ...]:
-        """The candidate index per operand."""
-        out: dict[int, int] = {}
-        for group, options, pick in zip(self.members, self.seen, picks, strict=True):
-            out.update(dict.fromkeys(group, options[pick][0]))
-        return tuple(out[k] for k in range(self.width))
-
-
-def _choices(book: Book, slots: _Slots, lead: tuple[int, ...], limit: int) -> tuple[Choice, ...]:
-    """The priced tuples; the slots in ``lead`` vary freely, the others follow (see the module's text)."""
-    found = {}
-    if all(slots.seen):
-        for picks in _tuples(book, slots, lead, limit):
-            best = book.best(slots.layouts(picks))
-            if best:
-                indices = slots.indices(picks)
-                found[indices] = Choice(indices, price_ns(best[1]), best[0].variant.label)
-    return tuple(found.values())
-
-
-def _tuples(book: Book, slots: _Slots, lead: tuple[int, ...], limit: int) -> Iterator[tuple[int, ...]]:
-    counts = [len(options) for options in slots.seen]
-    plain = (0,) * len(counts)
-    single = [_replaced(plain, slot, option) for slot, n in enumerate(counts) for option in range(1, n)]
-    led = [picks for picks in single if any(picks[slot] for slot in lead)]
-    if min(prod(counts), limit) > 2 * (1 + len(led)):
-        book.narrow(slots.layouts(picks) for picks in [plain, *led])
-    if prod(counts) <= limit:
-        return itertools.product(*map(range, counts))
-    uniform = list(_uniform(slots))
-    further: Iterable[tuple[int, ...]]
-    spec = book.spec
-    if spec.kind == "contraction":
-        product = list(_best_product(book, slots, lead, led, limit))
-        further = itertools.chain((_followed(slots, spec.inputs, lead, picks) for picks in product), product)
-        limit = limit if len(lead) == len(counts) else 2 * limit
-    else:
-        further = (
-            _replaced(base, slot, option) for base in uniform for slot, n in enumerate(counts) for option in range(n)
-        )
-    ordered = itertools.chain([plain], uniform, single, further)
-    return itertools.islice(dict.fromkeys(itertools.islice(ordered, 8 * limit)), limit)
-
-
-def _followed(slots: _Slots, output: int, lead: tuple[int, ...], picks: tuple[int, ...]) -> tuple[int, ...]:
-    """The slots that do not lead put in the layout in which an output is seen, where they have it."""
-    layout = slots.layouts(picks)[output]
-    return tuple(
-        pick if slot in lead else next((i for i, (_, seen) in enumerate(options) if seen[0] == layout), 0)
-        for slot, (pick, options) in enumerate(zip(picks, slots.seen, strict=True))
-    )
-
-
-def _replaced(picks: tuple[int, ...], slot: int, option: int) -> tuple[int, ...]:
-    return (*picks[:slot], option, *picks[slot + 1 :])
-
-
-def _uniform(slots: _Slots) -> Iterator[tuple[int, ...]]:
-    every = dict.fromkeys(layouts[0] for options in slots.seen for _, layouts in options)
-    for layout in every:
-        yield tuple(
-            next((i for i, (_, layouts) in enumerate(options) if layouts[0] == layout), 0) for options in slots.seen
-        )
-
-
-def _best_product(
-    book: Book,
-    slots: _Slots,
-    lead: tuple[int, ...],
-    single: list[tuple[int, ...]],
-    limit: int,
-) -> Iterator[tuple[int, ...]]:
-    """The product of as many options per leading slot as the limit allows, ranked by its single deviations."""
-    keep = max(int(round(limit ** (1 / len(lead)), 9)), 1)
-    kept: list[list[int]] = [[0]] * len(slots.seen)
-    for slot in lead:
-        priced = []
-        for picks in [(0,) * len(slots.seen), *(p for p in single if p[slot])]:
-            best = book.best(slots.layouts(picks))
-            if best:
-                priced.append((price_ns(best[1]), picks[slot]))
-        kept[slot] = [option for _, option in sorted(priced)[:keep]] or [0]
-    return itertools.product(*kept)

@@ -24,6 +24,7 @@ FACE = {
     f"layoutopt.{name}"
     for name in (
         "__main__",
+        "asked",
         "assembly",
         "budget",
         "bundle",
@@ -44,6 +45,7 @@ FACE = {
         "planner",
         "pricer",
         "pricing",
+        "pricing_apart",
         "probing",
         "refining",
         "standins.run",
