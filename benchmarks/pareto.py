@@ -31,8 +31,9 @@ from costmodel.device import load
 from costmodel.model import CostModel
 from layoutopt.errors import LayoutOptError
 from layoutopt.graph import TrainingGraph
-from layoutopt.pareto import Point, draw, pareto, slowdown_within
+from layoutopt.pareto import HEAD, Point, cells, draw, pareto, rows, slowdown_within
 from layoutopt.plan import Plan
+from layoutopt.show import table
 
 MODELS = ("vit-tiny", "minilm@64x128", "gpt2/4@16x128")
 MIB = 1 << 20
@@ -58,29 +59,9 @@ def at_half(graph: TrainingGraph, points: tuple[Point, ...]) -> dict[str, Any]:
     }
 
 
-def rows_of(points: tuple[Point, ...]) -> list[dict[str, Any]]:
-    return [
-        {
-            "arena_bytes": p.arena_bytes,
-            "kernels_ns": p.objective_ns,
-            "slowdown": p.objective_ns / points[0].objective_ns,
-            "ops_again": p.ops_again,
-            "lean": p.lean,
-            "rewrites": list(p.plan.rewrites),
-        }
-        for p in points
-    ]
-
-
-def show(name: str, found: dict[str, Any], rows: list[dict[str, Any]], seconds: float) -> None:
+def show(name: str, found: dict[str, Any], shown: list[dict[str, Any]], seconds: float) -> None:
     print(f"\n{name}: planned in {seconds:.0f} s")
-    print(f"{'MiB':>10}{'share':>8}{'slowdown':>10}{'ops again':>11}  layouts")
-    for row in rows:
-        share = row["arena_bytes"] / found["whole_bytes"]
-        print(
-            f"{row['arena_bytes'] / MIB:>10.1f}{share:>8.0%}{row['slowdown']:>10.3f}{row['ops_again']:>11}"
-            f"  {'lean' if row['lean'] else 'all'}"
-        )
+    table(HEAD, [cells(row) for row in shown])
     half = found["slowdown_at_half"]
     print(f"parameters and state are {found['resident_bytes'] / found['whole_bytes']:.0%} of the memory")
     print(f"at half of the memory: {f'slowdown {half:.3f}' if half else 'no plan'}", end="; ")
@@ -167,9 +148,9 @@ def main() -> int:
             began = time.perf_counter()
             points = pareto(graph, costs, args.strategy, args.time_limit, most=args.most)
             seconds = time.perf_counter() - began
-            found, rows = at_half(graph, points), rows_of(points)
-            show(name, found, rows, seconds)
-            models.append({"model": name, "graph_hash": graph.hash, "plan_s": seconds, **found, "points": rows})
+            found, shown = at_half(graph, points), rows(points)
+            show(name, found, shown, seconds)
+            models.append({"model": name, "graph_hash": graph.hash, "plan_s": seconds, **found, "points": shown})
             if args.pictures:
                 args.pictures.mkdir(parents=True, exist_ok=True)
                 draw(points, f"{name} on {costs.name}", args.pictures / f"{graph.name.replace('/', '-')}.svg")

@@ -5,7 +5,7 @@
                                     [--predict-only] [--json OUT] [--smoke]
 
 MODEL is a graph file or a shipped name; ``--works A`` is DIR/A.graph, or is captured (with torch). One graph, the
-rewritten one that the solver plans fastest, is planned by every strategy from one cost model. *Over ilp* is what a
+rewritten one that planning keeps, is planned by every strategy from one cost model. *Over ilp* is what a
 strategy's kernels and relayouts are predicted to take over the solver's; of the peers' policies it includes copies that
 they make and no kernel here does, which are listed (*not run*) and neither in the plan nor in what is measured: no peer
 trains on such devices, this is their layout strategy on our kernels.
@@ -29,6 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.drawing import solved
 from benchmarks.recording import Record
 from benchmarks.step_prediction import groups_of
 from benchmarks.zoo_plans import PAPER
@@ -41,9 +42,9 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.models import find_graph, uncalibrated
 from layoutopt.peers import NotRun, PeerTables, applied, with_not_run
 from layoutopt.plan import Plan
-from layoutopt.planner import STRATEGIES, assign, check_strategy, tabulate, validate
+from layoutopt.planner import STRATEGIES, assign, check_strategy, validate
 from layoutopt.policies import POLICIES
-from layoutopt.pricing import Pricer, Tables
+from layoutopt.pricing import Tables
 from layoutopt.problem import Assignment
 from layoutopt.rewrites import alternatives
 from layoutopt.stepcost import measured_share, predict_step
@@ -69,16 +70,6 @@ def graphs(args: argparse.Namespace) -> Iterator[tuple[str, TrainingGraph]]:
             from benchmarks.works import WORKS, capture
 
             yield work, capture(WORKS[work])
-
-
-def solved(graph: TrainingGraph, costs: Any, limit_s: float) -> tuple[Tables, Assignment]:
-    """The rewritten graph that the solver plans fastest, as tables, and its assignment."""
-    pricer = Pricer(costs)
-    found = []
-    for candidate in alternatives(graph):
-        tables = tabulate(candidate, costs, pricer=pricer)
-        found.append((tables, assign(tables, "ilp", limit_s)))
-    return min(found, key=lambda pair: pair[1].cost_ns)
 
 
 def assignments(

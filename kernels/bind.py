@@ -89,7 +89,7 @@ def bind(graph: TrainingGraph, plan: Plan, limits: DeviceLimits) -> list[BoundSt
             storage = graph.storages[move.storage]
             pair = (layouts[move.storage][0], layouts[move.storage][move.target])
             kernel = build_labelled(move.variant, relayout_spec(storage.shape, storage.dtype), pair, limits)
-            label = f"relayout:{move.storage}#{move.target}"
+            label = move.label
             slots = (slot_name(move.storage, 0), slot_name(move.storage, move.target))
             storages = (move.storage, move.storage)
             phase = ops[move.before].phase

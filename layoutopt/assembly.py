@@ -20,6 +20,7 @@ from layoutopt.plan import (
     PlannedRelayout,
     SolverReport,
     gap_of,
+    step_names,
 )
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment
@@ -57,7 +58,7 @@ def assemble(
     for run in alike_runs(graph):
         builder.add(run)
     arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
-    enforce_budget(arena, memory_bytes, builder.step_names())
+    enforce_budget(arena, memory_bytes, step_names(builder.steps, builder.ops, builder.relayouts))
     origin, rewrites = origin_of(graph)
     objective = assignment.cost_ns
     bound = assignment.bound_ns
@@ -169,12 +170,11 @@ class _Builder:
         elems = tables.graph.tensors[node.name].size_elems * tables.graph.tensors[node.name].item_bytes
         self._made.add((s, candidate))
         self.steps.append(("relayout", len(self.relayouts)))
-        self.relayouts.append(
-            PlannedRelayout(node.name, position, before, kernel.variant.label, item_cost(cost), 2 * elems)
-        )
+        move = PlannedRelayout(node.name, position, before, kernel.variant.label, item_cost(cost), 2 * elems)
+        self.relayouts.append(move)
         self._touch(s, 0)
         self._touch(s, position)
-        self._scratch(f"relayout:{node.name}#{position}", kernel)
+        self._scratch(move.label, kernel)
 
     def _touch(self, s: int, position: int) -> None:
         node = self.tables.problem.storages[s]
@@ -204,12 +204,3 @@ class _Builder:
             if node.persistent or node.name in kept:
                 span[1] = last
         return [Buffer(name, self.sizes[name], *span) for name, span in self.alive.items()]
-
-    def step_names(self) -> dict[int, str]:
-        """What each step is called in messages."""
-        return {
-            i: self.ops[index].op
-            if kind == "op"
-            else f"relayout:{self.relayouts[index].storage}#{self.relayouts[index].target}"
-            for i, (kind, index) in enumerate(self.steps)
-        }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layoutopt.files import check_target
-from layoutopt.pareto import draw, pareto
+from layoutopt.pareto import HEAD, cells, draw, pareto, rows
 from layoutopt.show import Progress, emit, out, table
 
 if TYPE_CHECKING:
@@ -33,38 +33,14 @@ def show_pareto(
         check_target(picture)
     with Progress("planning", quiet=json) as bar:
         points = pareto(graph, CostModel(model), strategy, time_limit_s, bar.fraction, storage=storage)
-    steps = [predict_step(p.plan, graph, model).step_s for p in points]
-    first = points[0]
+    shown = rows(points)
+    for row, point in zip(shown, points, strict=True):
+        row["predicted_step_s"] = predict_step(point.plan, graph, model).step_s
     if picture is not None:
         draw(points, f"{graph.name} on {model.name}", picture)
     if json:
-        rows = [
-            {
-                "arena_bytes": p.arena_bytes,
-                "memory_share": p.arena_bytes / first.arena_bytes,
-                "predicted_step_s": step_s,
-                "kernels_s": p.objective_ns * 1e-9,
-                "slowdown": p.objective_ns / first.objective_ns,
-                "ops_again": p.ops_again,
-                "lean": p.lean,
-                "rewrites": list(p.plan.rewrites),
-            }
-            for p, step_s in zip(points, steps, strict=True)
-        ]
-        emit({"graph": graph.name, "device": model.name, "picture": str(picture) if picture else None, "points": rows})
+        emit({"graph": graph.name, "device": model.name, "picture": str(picture) if picture else None, "points": shown})
         return
-    head = ["memory MiB", "of the fastest", "step ms", "slowdown", "ops run again", "layouts"]
-    body = [
-        [
-            f"{p.arena_bytes / 2**20:.1f}",
-            f"{p.arena_bytes / first.arena_bytes:.0%}",
-            f"{step_s * 1e3:.2f}",
-            f"{p.objective_ns / first.objective_ns:.3f}",
-            str(p.ops_again),
-            "lean" if p.lean else "all",
-        ]
-        for p, step_s in zip(points, steps, strict=True)
-    ]
-    table(head, body)
+    table([*HEAD, "step ms"], [[*cells(row), f"{row['predicted_step_s'] * 1e3:.2f}"] for row in shown])
     if picture is not None:
         out(f"wrote {picture}")

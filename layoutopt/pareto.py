@@ -10,10 +10,10 @@ Part of the face: it joins the planner's parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from layoutopt.pricing import Tables
     from layoutopt.problem import Assignment
 
-__all__ = ["Point", "draw", "pareto", "slowdown_within", "undominated"]
+__all__ = ["HEAD", "Point", "cells", "draw", "pareto", "rows", "slowdown_within", "undominated"]
 
 _WORTH = 0.005
 """Part of a plan's memory that a slower one must save."""
@@ -148,6 +148,39 @@ def slowdown_within(points: Sequence[Point], budget_bytes: float) -> float | Non
     """The fastest point's time within a budget over the fastest of all; None where none fits."""
     fitting = [p.objective_ns for p in points if p.arena_bytes <= budget_bytes]
     return min(fitting) / points[0].objective_ns if fitting else None
+
+
+def rows(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The points as JSON has them, in bytes, seconds and shares of the fastest plan's."""
+    first = points[0]
+    return [
+        {
+            "arena_bytes": p.arena_bytes,
+            "memory_share": p.arena_bytes / first.arena_bytes,
+            "kernels_s": p.objective_ns * 1e-9,
+            "slowdown": p.objective_ns / first.objective_ns,
+            "ops_again": p.ops_again,
+            "lean": p.lean,
+            "rewrites": list(p.plan.rewrites),
+        }
+        for p in points
+    ]
+
+
+HEAD = ("memory MiB", "of the fastest", "kernels ms", "slowdown", "ops run again", "layouts")
+"""What ``cells`` are."""
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row as people read it."""
+    return [
+        f"{row['arena_bytes'] / 2**20:.1f}",
+        f"{row['memory_share']:.0%}",
+        f"{row['kernels_s'] * 1e3:.2f}",
+        f"{row['slowdown']:.3f}",
+        str(row["ops_again"]),
+        "lean" if row["lean"] else "all",
+    ]
 
 
 def draw(points: Sequence[Point], title: str, path: Path) -> None:

@@ -8,6 +8,7 @@ its half that needs no kernels, ``planner.validate`` the whole.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,6 +30,7 @@ __all__ = [
     "gap_of",
     "load",
     "save",
+    "step_names",
     "with_report",
 ]
 
@@ -86,6 +88,11 @@ class PlannedRelayout(msgspec.Struct, frozen=True):
     cost: ItemCost
     bytes_moved: int
 
+    @property
+    def label(self) -> str:
+        """What it is called where ops are called by their names."""
+        return f"relayout:{self.storage}#{self.target}"
+
 
 class ArenaSlot(msgspec.Struct, frozen=True):
     """A buffer in the arena: a materialised layout of a storage (``name#position``) or a kernel's workspace.
@@ -142,6 +149,13 @@ class Plan(msgspec.Struct, frozen=True):
     arena: tuple[ArenaSlot, ...]
     solver: SolverReport
     rewrites: tuple[str, ...] = ()
+
+
+def step_names(
+    steps: Sequence[tuple[str, int]], ops: Sequence[PlannedOp], relayouts: Sequence[PlannedRelayout]
+) -> dict[int, str]:
+    """What each step of a plan, or of one in the making, is called in messages."""
+    return {i: relayouts[n].label if kind == "relayout" else ops[n].op for i, (kind, n) in enumerate(steps)}
 
 
 def gap_of(objective_ns: int, bound_ns: int) -> float:
