@@ -14,7 +14,6 @@ from math import log, sqrt
 from typing import Literal
 
 import numpy as np
-from scipy.optimize import nnls
 
 from costmodel.device import FamilyFit, Measurement
 
@@ -151,6 +150,8 @@ def _solve(
     Returns:
         The coefficients, and the unit of each: what the feature is, on average, per nanosecond of time.
     """
+    from scipy.optimize import nnls  # takes as long to import as all else: who only predicts need not wait for it
+
     # A feature that these samples hardly have is held by what it is to the coarser group's: a trace of it must not get
     # a coefficient that makes nonsense of the next kernel, which has plenty.
     own = (x / y[:, None]).mean(axis=0)

@@ -19,7 +19,7 @@ from costmodel.launches import Machine, launch_counts
 from kernels.families.contraction_epilogue import epilogue_width
 from kernels.spec import Kernel, OpSpec
 
-__all__ = ["COMPUTE", "FEATURES", "LAUNCH", "MEMORY", "Machine", "features", "transcendentals"]
+__all__ = ["COMPUTE", "FEATURES", "LAUNCH", "MEMORY", "Machine", "features", "kept_features", "transcendentals"]
 
 LAUNCH = ("launches", "groups", "items")
 COMPUTE = (
@@ -91,6 +91,14 @@ def features(kernel: Kernel, machine: Machine) -> tuple[float, ...]:
         total[FEATURES.index("transcendentals")] += exps
         total[FEATURES.index("transcendental_slots")] += exps / _function_width(kernel)
     return tuple(total)
+
+
+def kept_features(kernel: Kernel, machine: Machine) -> tuple[float, ...]:
+    """``features``, kept with the kernel: a planner prices the same ones again after every calibration."""
+    values: tuple[float, ...] | None = kernel.memo.get(machine)
+    if values is None:
+        values = kernel.memo[machine] = features(kernel, machine)
+    return values
 
 
 def _function_width(kernel: Kernel) -> int:

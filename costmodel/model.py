@@ -17,7 +17,7 @@ from costmodel.constants import finest, levels, samples_of
 from costmodel.cost import Cost
 from costmodel.deviation import Predictor
 from costmodel.device import DeviceModel, Measurement
-from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, features
+from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, kept_features
 from costmodel.shared import shared_cost
 from costmodel.uncertainty import median_interval
 from kernels.spec import DeviceLimits, Kernel, OpSpec
@@ -179,12 +179,7 @@ class CostModel:
         return (*self._roofline(values, _reads_images(kernel)), 0.0)
 
     def _features(self, kernel: Kernel) -> tuple[float, ...]:
-        # Kernels outlive cost models: a planner prices the same ones again after every calibration.
-        machine = self._image_machine if _reads_images(kernel) else self.machine
-        values = kernel.memo.get(machine)
-        if values is None:
-            values = kernel.memo[machine] = features(kernel, machine)
-        return values
+        return kept_features(kernel, self._image_machine if _reads_images(kernel) else self.machine)
 
 
 def _reads_images(kernel: Kernel) -> bool:

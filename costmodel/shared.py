@@ -12,7 +12,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 from costmodel.cost import Cost
-from costmodel.features import FEATURES, LAUNCH, features
+from costmodel.features import FEATURES, LAUNCH, kept_features
 from kernels.batch import linear
 from kernels.spec import Kernel
 
@@ -70,7 +70,11 @@ def merged_ns(costs: CostModel, kernels: Sequence[Kernel], alone_ns: Sequence[fl
         groups: of the launch.
     """
     units = costs.machine.compute_units
-    starts = [_start_ns(costs, kernel, ns) for kernel, ns in zip(kernels, alone_ns, strict=True)]
+    known: dict[tuple[int, float], float] = {}  # mostly one kernel again and again
+    for kernel, ns in zip(kernels, alone_ns, strict=True):
+        if (id(kernel), ns) not in known:
+            known[id(kernel), ns] = _start_ns(costs, kernel, ns)
+    starts = [known[id(kernel), ns] for kernel, ns in zip(kernels, alone_ns, strict=True)]
     work = sum(
         (ns - start) * busy_units(kernel.launches[0].nest.groups, units)
         for kernel, ns, start in zip(kernels, alone_ns, starts, strict=True)
@@ -90,7 +94,7 @@ def _start_ns(costs: CostModel, kernel: Kernel, alone_ns: float) -> float:
     gap_ns = costs.model.number("launch_s") * 1e9 * len(kernel.launches)
     if constants is None or cost.total_ns <= gap_ns:
         return 0.0
-    counts = dict(zip(FEATURES, features(kernel, costs.machine), strict=True))
+    counts = dict(zip(FEATURES, kept_features(kernel, costs.machine), strict=True))
     parts = {name: constants.ns_per.get(name, 0.0) * counts[name] for name in LAUNCH}
     of_launch = parts["launches"] / (sum(parts.values()) or 1.0)
     return alone_ns * of_launch * min((cost.launch_ns - gap_ns) / (cost.total_ns - gap_ns), 1.0)

@@ -48,7 +48,13 @@ class Spread:
 def bundles(accesses: Iterable[Access]) -> list[Bundle]:
     """The accesses of a phase, bundled; in order of first appearance."""
     groups: list[tuple[Access, tuple[Coord, ...], list[tuple[int, ...]]]] = []
+    alike: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
     for access in accesses:
+        # The accesses of a register tile share their coordinates' terms: most are known without a closer look.
+        key = access.operand, access.width, access.depth, access.write, access.axis, _terms(access.index)
+        if key in alike:
+            alike[key].append(_consts(access.index))
+            continue
         coords, consts = _split(access.index)
         for first, known, seen in groups:
             if (
@@ -60,10 +66,21 @@ def bundles(accesses: Iterable[Access]) -> list[Bundle]:
                 and known == coords
             ):
                 seen.append(consts)
+                alike[key] = seen
                 break
         else:
             groups.append((access, coords, [consts]))
+            alike[key] = groups[-1][2]
     return [Bundle(first, len(seen), coords, _offsets(seen)) for first, coords, seen in groups]
+
+
+def _terms(index: tuple[Index | Data, ...]) -> tuple[int, ...]:
+    """Which objects the coordinates' terms are (of those read from an operand, the coordinates themselves)."""
+    return tuple([id(coord.terms) if isinstance(coord, Index) else id(coord) for coord in index])
+
+
+def _consts(index: tuple[Index | Data, ...]) -> tuple[int, ...]:
+    return tuple([coord.const if isinstance(coord, Index) else _split((coord,))[1][0] for coord in index])
 
 
 def _split(index: tuple[Index | Data, ...]) -> tuple[tuple[Coord, ...], tuple[int, ...]]:

@@ -114,6 +114,7 @@ class _Builder:
         self.alive: dict[str, list[int]] = {}
         self.sizes: dict[str, int] = {}
         self._made: set[tuple[int, int]] = set()
+        self._touched: set[str] = set()
 
     def add(self, run: range) -> None:
         """Ops that may run at once, after the relayouts that they are the first to need.
@@ -123,14 +124,14 @@ class _Builder:
         graph = self.tables.graph
         placed = [self._placed(o, graph.ops[run.start].name) for o in run]
         first = len(self.steps)
+        self._touched.clear()
         for o, positions in zip(run, placed, strict=True):
             self._op(o, positions)
         if len(run) == 1:
             return
-        for span in self.alive.values():
-            if span[1] >= first:
-                span[1] = len(self.steps) - 1
-                span[0] = min(span[0], first)
+        for span in map(self.alive.__getitem__, self._touched):
+            span[1] = len(self.steps) - 1
+            span[0] = min(span[0], first)
 
     def _placed(self, o: int, before: str) -> list[int]:
         """Per operand the position of its layout; relayouts that are missing run before op ``before``."""
@@ -150,9 +151,7 @@ class _Builder:
         choice = node.choices[self.assignment.choice[o]]
         stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
         seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
-        found = tables.books[o].best(tuple(x for x in seen if x is not None))
-        assert found is not None, "a choice comes from a kernel"
-        kernel, cost = found
+        kernel, cost = tables.books[o].named(tuple(x for x in seen if x is not None), choice.variant)
         self.steps.append(("op", len(self.ops)))
         self.ops.append(PlannedOp(op.name, kernel.variant.label, tuple(positions), item_cost(cost)))
         for s, position in zip(node.operands, positions, strict=True):
@@ -187,6 +186,7 @@ class _Builder:
 
     def _alive(self, name: str, size_bytes: int) -> None:
         step = len(self.steps) - 1
+        self._touched.add(name)
         self.sizes[name] = max(size_bytes, self.sizes.get(name, 0))
         self.alive.setdefault(name, [step, step])[1] = step
 

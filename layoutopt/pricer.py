@@ -136,6 +136,15 @@ class Book:
             self._known[layouts] = _least(priced or price(spec, layouts, self.pricer.variants(spec)))
         return self._known[layouts]
 
+    def named(self, layouts: tuple[Layout, ...], label: str) -> tuple[Kernel, Cost]:
+        """A kernel that was the cheapest, with its cost, by its label: without pricing the others again."""
+        known = self._known.get(layouts)
+        if known is None or known[0].variant.label != label:
+            own = [variant for variant in self.pricer.variants(self.spec) if variant.label == label]
+            known = self.pricer.price(self.spec, layouts, own)[0]
+            self._known.setdefault(layouts, known)
+        return known
+
     def narrow(self, pivots: Iterable[tuple[Layout, ...]]) -> None:
         """From now on try only variants that are the best of their name for one of these layout tuples."""
         if self._favoured is not None:

@@ -36,7 +36,10 @@ MOST_PROCESSES = 4
 """A helper takes half a second to begin, and what it found takes time to read: many are not worth it."""
 WORTH_TUPLES = 6000
 """Tuples (of a contraction; others weigh less) that a process should have to price: about a second's work."""
-_WEIGHTS = {"contraction": 1.0, "conv": 1.0, "conv_grad_input": 1.0, "conv_grad_weight": 1.0, "pointwise": 0.5}
+BEGIN_TUPLES = 3000
+"""What a helper could have priced while it begins, and while what it found is read."""
+_WEIGHTS = {"contraction": 1.0, "conv": 3.5, "conv_grad_input": 3.5, "conv_grad_weight": 3.5, "pointwise": 0.7}
+_OTHER_WEIGHT, _MOVE_WEIGHT = 0.3, 3.0
 
 _alone = False
 
@@ -65,7 +68,8 @@ class _Group:
     def weight(self) -> float:
         """Tuples to price, about, in those of a contraction."""
         tuples = sum(min(prod(map(len, one.slots.seen)), 2 * one.limit) for one in self.asked)
-        return _WEIGHTS.get(self.spec.kind, 0.3) * (tuples + sum(len(one.pairs) for one in self.moves))
+        moves = sum(len(one.pairs) for one in self.moves)
+        return _WEIGHTS.get(self.spec.kind, _OTHER_WEIGHT) * tuples + _MOVE_WEIGHT * moves
 
     def answer(self, pricer: Pricer) -> None:
         """Price it all."""
@@ -145,7 +149,7 @@ def _parts(groups: Sequence[_Group], most: int) -> list[list[_Group]]:
     if number < 2:
         return []
     parts: list[list[_Group]] = [[] for _ in range(number)]
-    loads = [0.0] * number
+    loads = [0.0] + [float(BEGIN_TUPLES)] * (number - 1)
     for i in sorted(range(len(groups)), key=lambda i: (-weights[i], i)):
         least = loads.index(min(loads))
         parts[least].append(groups[i])

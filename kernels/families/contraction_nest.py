@@ -77,13 +77,15 @@ class Tiling:
         loops = (Loop("s", self.s), Loop("t", self.t))
         return tuple(loop for loop in loops if loop.extent > 1)
 
-    def row(self, i: int) -> Index:
-        """Row ``i`` of the current register tile."""
-        return self._position("r", "ri", self.gr, "t", self.t, self.mr) + i
+    def rows(self, step: int = 1) -> list[Index]:
+        """Rows of the current register tile, each ``step``-th of them."""
+        first = self._position("r", "ri", self.gr, "t", self.t, self.mr)
+        return [first + i for i in range(0, self.mr, step)]
 
-    def col(self, i: int) -> Index:
-        """Column ``i`` of the current register tile."""
-        return self._position("c", "ci", self.gc, "s", self.s, self.nr) + i
+    def cols(self, step: int = 1) -> list[Index]:
+        """Columns of the current register tile, each ``step``-th of them."""
+        first = self._position("c", "ci", self.gc, "s", self.s, self.nr)
+        return [first + i for i in range(0, self.nr, step)]
 
     @staticmethod
     def _position(group: str, item: str, items: int, tile: str, tiles: int, size: int) -> Index:
@@ -100,11 +102,12 @@ _B = var("b")
 
 def _ends(tiling: Tiling, finish: Finish, depth: int) -> tuple[Access, ...]:
     """The accesses with which a register tile is finished."""
+    rows, widths = tiling.rows(), {width for _, width, _ in finish.accesses}
+    places = {width: [(_B, r, c) for r in rows for c in tiling.cols(width)] for width in widths}
     return tuple(
-        at(operand, _B, tiling.row(r), tiling.col(c), width=width, axis=2, write=write, depth=depth)
+        Access(operand, place, width, 2, write, depth)
         for operand, width, write in finish.accesses
-        for r in range(tiling.mr)
-        for c in range(0, tiling.nr, width)
+        for place in places[width]
     )
 
 
@@ -131,16 +134,10 @@ def outer_nest(
         if not steps:
             continue
         down, along = (width, 1) if x_axis == 1 else (1, width)
-        xs = [
-            at(x, _B, tiling.row(r), var("k", width) + (start + i), width=width, axis=x_axis)
-            for r in range(0, tiling.mr, down)
-            for i in range(0, width, along)
-        ]
-        ys = [
-            at(y, _B, var("k", width) + (start + i), tiling.col(c), width=yu, axis=2)
-            for i in range(width)
-            for c in range(0, tiling.nr, yu)
-        ]
+        at_k = var("k", width) + start
+        ks = [at_k + i for i in range(width)]
+        xs = [Access(x, (_B, r, i), width, x_axis) for r in tiling.rows(down) for i in ks[::along]]
+        ys = [Access(y, (_B, i, c), yu, 2) for i in ks for c in tiling.cols(yu)]
         phases.append(Phase((*walk, Loop("k", steps)), tuple(xs + ys if width > 1 else ys + xs), flops * width))
     return _finished(tiling, phases, finish)
 
@@ -156,16 +153,10 @@ def dot_nest(
     for start, steps, step, xw, yw in ((0, k // v, v, xu, yu), (main, k - main, 1, 1, 1)):
         if not steps:
             continue
-        ys = [
-            at(y, _B, var("k", step) + (start + i), tiling.col(c), width=yw, axis=1)
-            for c in range(tiling.nr)
-            for i in range(0, step, yw)
-        ]
-        xs = [
-            at(x, _B, tiling.row(r), var("k", step) + (start + i), width=xw, axis=2)
-            for r in range(tiling.mr)
-            for i in range(0, step, xw)
-        ]
+        at_k = var("k", step) + start
+        ks = [at_k + i for i in range(step)]
+        ys = [Access(y, (_B, i, c), yw, 1) for c in tiling.cols() for i in ks[::yw]]
+        xs = [Access(x, (_B, r, i), xw, 2) for r in tiling.rows() for i in ks[::xw]]
         phases.append(Phase((*walk, Loop("k", steps)), tuple(ys + xs), 2 * tiling.mr * tiling.nr * step))
     return _finished(tiling, phases, finish)
 
@@ -174,8 +165,8 @@ def dot_nest(
 def any_nest(tiling: Tiling, positions: tuple[int, int], k: int, finish: Finish) -> Nest:
     """Scalars throughout."""
     x, y = positions
-    ys = tuple(at(y, _B, var("k"), tiling.col(c)) for c in range(tiling.nr))
-    xs = tuple(at(x, _B, tiling.row(r), var("k")) for r in range(tiling.mr))
+    ys = tuple(at(y, _B, var("k"), c) for c in tiling.cols())
+    xs = tuple(at(x, _B, r, var("k")) for r in tiling.rows())
     phase = Phase((Loop("k", k),), ys + xs, 2 * tiling.mr * tiling.nr)
     return _finished(tiling, [phase], finish)
 
