@@ -34,31 +34,34 @@ def early_updates(graph: TrainingGraph) -> TrainingGraph:
     Returns:
         A graph of the same ops in another order, or ``graph`` where that saves no memory worth the launches.
     """
-    choices = [graph, *(with_groups(graph, groups) for groups in _GROUPS)]
-    peaks = [peak_bytes(choice) for choice in choices]
+    moves = _Moves(graph)
+    orders = [list(graph.ops), *(moves.order(groups) for groups in _GROUPS)]
+    peaks = [max(_alive_bytes(graph, order), default=0) for order in orders]
     good = min(peaks) + _WORTH * peaks[0]
-    return next(choice for choice, peak in zip(choices, peaks, strict=True) if peak <= good)
+    order = next(order for order, peak in zip(orders, peaks, strict=True) if peak <= good)
+    return graph if order == orders[0] else graph.with_ops(order)
 
 
 def peak_bytes(graph: TrainingGraph) -> int:
     """Bytes alive at the fullest op, every storage row-major and alone: what the order of ops costs in memory."""
-    return max(_alive_bytes(graph), default=0)
+    return max(_alive_bytes(graph, graph.ops), default=0)
 
 
 def fullest(graph: TrainingGraph) -> tuple[int, int]:
     """The position of the op at which most bytes are alive, and how many."""
-    alive = _alive_bytes(graph)
+    alive = _alive_bytes(graph, graph.ops)
     peak = max(alive)
     return alive.index(peak), peak
 
 
-def _alive_bytes(graph: TrainingGraph) -> list[int]:
-    """By op."""
+def _alive_bytes(graph: TrainingGraph, ops: Sequence[Op]) -> list[int]:
+    """By op, where the graph's ops run in this order."""
     alive: dict[str, list[int]] = {}
-    for position, op in enumerate(graph.ops):
+    storage_of = graph.storage_of
+    for position, op in enumerate(ops):
         for operand in op.operands:
-            alive.setdefault(graph.storage_of[operand.tensor], [position, position])[1] = position
-    last = len(graph.ops) - 1
+            alive.setdefault(storage_of[operand.tensor], [position, position])[1] = position
+    last = len(ops) - 1
     kept = {graph.storage_of[name] for name in graph.outputs}
     buffers = []
     for name, span in alive.items():
@@ -67,7 +70,7 @@ def _alive_bytes(graph: TrainingGraph) -> list[int]:
         first = 0 if stays or tensor.role == "input" else span[0]
         final = last if stays or name in kept else span[1]
         buffers.append(Buffer(name, tensor.size_elems * tensor.item_bytes, first, final))
-    return live_bytes(buffers, len(graph.ops))
+    return live_bytes(buffers, len(ops))
 
 
 def with_groups(graph: TrainingGraph, groups: int) -> TrainingGraph:
@@ -77,28 +80,46 @@ def with_groups(graph: TrainingGraph, groups: int) -> TrainingGraph:
         graph: views folded.
         groups: a group runs as soon as this part of the bytes that only updates free has gathered.
     """
-    updates = [op for op in graph.ops if op.phase == "update"]
-    freed = _freed_bytes(graph, updates)
-    limit = sum(freed.values()) / groups
-    ready: dict[int, list[Op]] = defaultdict(list)
-    for op, position in zip(updates, _earliest(graph), strict=True):
-        ready[position].append(op)
-    ops: list[Op] = []
-    waiting: dict[str, Op] = {}
-
-    def flush() -> None:
-        ops.extend(op for op in updates if op.name in waiting)
-        waiting.clear()
-
-    for position, op in enumerate(graph.ops):
-        waiting |= {update.name: update for update in ready[position]}
-        if waiting and sum(freed[name] for name in waiting) >= limit:
-            flush()
-        if op.phase != "update":
-            ops.append(op)
-        elif op.name in waiting:
-            flush()  # not later than it stood: what follows may read its results
+    ops = _Moves(graph).order(groups)
     return graph if ops == list(graph.ops) else graph.with_ops(ops)
+
+
+class _Moves:
+    """Where the updates of a graph may go, and what each of them frees."""
+
+    def __init__(self, graph: TrainingGraph) -> None:
+        self.graph = graph
+        updates = [op for op in graph.ops if op.phase == "update"]
+        self.freed = _freed_bytes(graph, updates)
+        self.number = {op.name: i for i, op in enumerate(updates)}
+        self.ready: dict[int, list[Op]] = defaultdict(list)
+        for op, position in zip(updates, _earliest(graph), strict=True):
+            self.ready[position].append(op)
+
+    def order(self, groups: int) -> list[Op]:
+        """The ops with updates moved up in about ``groups`` groups."""
+        limit = sum(self.freed.values()) / groups
+        ops: list[Op] = []
+        waiting: dict[str, Op] = {}
+        gathered = 0
+
+        def flush() -> None:
+            nonlocal gathered
+            ops.extend(sorted(waiting.values(), key=lambda op: self.number[op.name]))
+            waiting.clear()
+            gathered = 0
+
+        for position, op in enumerate(self.graph.ops):
+            for update in self.ready.get(position, ()):
+                waiting[update.name] = update
+                gathered += self.freed[update.name]
+            if waiting and gathered >= limit:
+                flush()
+            if op.phase != "update":
+                ops.append(op)
+            elif op.name in waiting:
+                flush()  # not later than it stood: what follows may read its results
+        return ops
 
 
 def _freed_bytes(graph: TrainingGraph, updates: Sequence[Op]) -> dict[str, int]:
