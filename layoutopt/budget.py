@@ -1,10 +1,13 @@
-"""Plans for little memory: layouts without padding or copies, and results made anew, until a step fits.
+"""Plans for little memory: layouts without padding or copies, results made anew, micro-batches, until a step fits.
 
-``planner.plan`` comes here where no plan fits into ``--memory`` (or the device) as it is. Two levers, both priced:
+``planner.plan`` comes here where no plan fits into ``--memory`` (or the device) as it is. Three levers, all priced:
 
 - *recomputation*: the frontier of choices of what is calculated twice (``layoutopt/recompute_search.py``), from the
   costs of the plans that were too large, for each rewritten graph;
-- *layouts*: a *lean* plan chooses among layouts without padding only, and makes no copies in a second layout.
+- *layouts*: a *lean* plan chooses among layouts without padding only, and makes no copies in a second layout;
+- *micro-batches* (``layoutopt/microbatch.py``): where what fits so far takes noticeably longer than the whole step, or
+  nothing does, the samples are cut into the fewest parts that fit by themselves, and into one number of parts fewer
+  with something made anew besides.
 
 Choices are tried in the order of what they are expected to take, with layouts and an arena each, until the next one
 cannot be faster than the best that fits. While trying, the exact solver is spared: what is made anew lies as its
@@ -17,26 +20,59 @@ Part of the face: it joins the planner's parts.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from layoutopt.errors import DeviceError, InfeasibleError
+from layoutopt.errors import DeviceError, GraphError, InfeasibleError
 from layoutopt.graph import TrainingGraph
+from layoutopt.layout import Layout
 from layoutopt.memory import Buffer, fullest_steps
+from layoutopt.microbatch import counts
 from layoutopt.plan import Plan, gap_of, with_report
 from layoutopt.pricing import Tables
 from layoutopt.problem import Assignment, Choice, OpNode, Problem
 from layoutopt.recompute_search import Recomputation, frontier, thinned
 from layoutopt.rewrite_anew import SUFFIX
-from layoutopt.rewrites import before_family, origin_of, rewritten
+from layoutopt.rewrite_updates import peak_bytes
+from layoutopt.rewrites import OPTIONAL, before_family, origin_of, rewritten
 from layoutopt.strategies import prefer, rowmajor
 
-__all__ = ["Makers", "Option", "Planned", "Tried", "alike", "fit", "fullest", "further", "lean", "options"]
+__all__ = [
+    "Makers",
+    "Option",
+    "Planned",
+    "Tried",
+    "alike",
+    "cuts",
+    "fit",
+    "fullest",
+    "further",
+    "lean",
+    "optional_of",
+    "options",
+]
 
 _CLOSE = 0.001
 """A plan this close to the bound is not improved by the exact solver."""
 _MOST_CHOICES = 16
 """Choices of recomputation that are planned for a graph at most."""
+
+_WORTH = 0.01
+"""Plans that take less longer than the fastest that does not fit are not compared with micro-batches."""
+_MOST_OPS = 8000
+"""No graph of more ops is made by cutting."""
+_SEARCHED_OPS = 2000
+"""In larger graphs nothing is made anew besides micro-batches: the search would take longest where it saves least."""
+_FAST = 0.05
+"""Of graphs whose plans differ by less than this share, the one with the least memory is cut."""
+_ENOUGH = 0.9
+"""Of the memory: where what is alive takes no more, a plan should fit."""
+_GAIN = 0.97
+"""More micro-batches have to lower what is alive to this part, or still more are of no use."""
+_PART = re.compile(r"(\.sum)?@\d+$")
+"""What tells a micro-batch's tensor from the whole batch's by name."""
 
 Tried = tuple[Tables, Assignment]
 """A graph with its prices, and an assignment of it."""
@@ -94,7 +130,7 @@ def options(graph: TrainingGraph, tried: Iterable[Tried], most: int = _MOST_CHOI
         for choice in thinned(choices, most):
             own = (*names, choice.name) if choice.name else names
             out.append(Option(own, choice, assignment.cost_ns + choice.extra_ns, (tables, assignment)))
-    return sorted(out, key=lambda o: (o.expected_ns, o.recomputation.peak_bytes, o.names))
+    return sorted(out, key=_rank)
 
 
 def lean(tables: Tables) -> Tables:
@@ -116,10 +152,10 @@ def _unpadded(problem: Problem, op: OpNode) -> tuple[Choice, ...]:
 
 
 def alike(tables: Tables, base: Tried, slim: bool) -> Assignment:
-    """An assignment like that of a graph without recomputation: what is made anew lies as its original does.
+    """An assignment like that of another graph: what is made anew, or of a micro-batch, lies as its original does.
 
     Args:
-        tables: of the graph with recomputation.
+        tables: of the graph with recomputation or micro-batches.
         base: of the graph without, and its assignment.
         slim: the tables are lean.
 
@@ -129,13 +165,60 @@ def alike(tables: Tables, base: Tried, slim: bool) -> Assignment:
     known, assignment = base
     wanted = []
     for node in tables.problem.storages:
-        s = known.index.get(node.name, known.index.get(node.name.removesuffix(SUFFIX)))
+        own, whole = node.name.removesuffix(SUFFIX), _PART.sub("", node.name.removesuffix(SUFFIX))
+        s = next((known.index[name] for name in (node.name, own, whole) if name in known.index), None)
         layout = known.problem.storages[s].candidates[assignment.primary[s]] if s is not None else None
-        wanted.append(node.candidates.index(layout) if layout in node.candidates else 0)
+        wanted.append(_like(node.candidates, layout) if layout is not None else 0)
     try:
         return prefer(tables.problem, wanted, "alike", stay=slim)
     except InfeasibleError:
         return rowmajor(tables.problem)
+
+
+def _like(candidates: Sequence[Layout], layout: Layout) -> int:
+    """The candidate that is a layout, or the same over fewer samples; row-major where there is none."""
+    if layout in candidates:
+        return candidates.index(layout)
+    return next((i for i, own in enumerate(candidates) if _form(own) == _form(layout)), 0)
+
+
+def _form(layout: Layout) -> list[tuple[int, ...]]:
+    """The digits of a layout from the outermost to the innermost, whatever the extents of the axes."""
+    ordered = sorted(layout.modes, key=lambda m: -m.stride)
+    first = {axis: layout.axis_modes(axis)[0] for axis in {m.axis for m in ordered}}
+    return [(m.axis, m.dim, 0 if m == first[m.axis] else m.extent) for m in ordered]
+
+
+def optional_of(tried: Sequence[Tried]) -> list[str]:
+    """The optional rewrites of the graph to cut into micro-batches: of the fast ones that with the least memory."""
+    fast_ns = min(a.cost_ns for _, a in tried) * (1 + _FAST)
+    fast = [tables.graph for tables, a in tried if a.cost_ns <= fast_ns]
+    names = origin_of(min(fast, key=peak_bytes))[1]
+    return [name for name in names if name in OPTIONAL]
+
+
+def cuts(graph: TrainingGraph, limit_bytes: int, make: Callable[[int], TrainingGraph]) -> list[TrainingGraph]:
+    """Graphs in micro-batches: the fewest that should fit by themselves, and one number fewer.
+
+    Args:
+        graph: as captured.
+        limit_bytes: of the arena.
+        make: the rewritten graph of so many micro-batches.
+
+    Raises:
+        GraphError: the step cannot be cut.
+    """
+    out: list[TrainingGraph] = []
+    before = math.inf
+    for count in counts(graph)[1:]:
+        if count * len(graph.ops) > _MOST_OPS:
+            break
+        out.append(make(count))
+        alive = peak_bytes(out[-1])
+        if alive <= _ENOUGH * limit_bytes or alive > _GAIN * before:
+            break
+        before = alive
+    return out[-2:]
 
 
 def further(graphs: Iterable[TrainingGraph], tried: Sequence[Tried], makers: Makers) -> Iterator[Tried]:
@@ -213,6 +296,7 @@ def fit(
     limit_bytes: int,
     makers: Makers,
     error: InfeasibleError | DeviceError,
+    parts: Callable[[], Iterable[TrainingGraph]] = tuple,
 ) -> tuple[Tables, Plan]:
     """The fastest plan that fits into memory, with what it was made from.
 
@@ -223,51 +307,93 @@ def fit(
         limit_bytes: of the arena.
         makers: of plans.
         error: what to raise where nothing fits, with the least that is needed instead of what the first plan needed.
+        parts: makes graphs in micro-batches, when they are needed.
 
     Raises:
         InfeasibleError, DeviceError: none fits; says what the least budget is for which a plan was found.
     """
-    best: tuple[Tables, Plan] | None = None
-    chosen: Option | None = None
     planned = Planned(graph, makers)
     ranked = options(graph, [*tried, *further(smaller, tried, makers)])
+    found = _fastest(planned, ranked, limit_bytes, None)
+    refused = ""
+    if found is None or found[0][1].solver.objective_ns > min(a.cost_ns for _, a in tried) * (1 + _WORTH):
+        try:
+            cut = _cut_options(graph, list(further(parts(), tried, makers)))
+        except GraphError as reason:
+            cut, refused = [], f"; {reason}"
+        found = _fastest(planned, cut, limit_bytes, found)
+        ranked = [*ranked, *cut]
+    if found is None:
+        found = _least(planned, ranked)
+        if found is None:
+            raise error
+        if found[0][1].arena_bytes > limit_bytes:
+            raise _too_little(found[0][1], limit_bytes, error, refused)
+    best, chosen = found
+    return planned.proven(chosen, best, limit_bytes) if makers.exact else best
+
+
+_Found = tuple[tuple[Tables, Plan], Option]
+
+
+def _fastest(planned: Planned, ranked: Sequence[Option], limit_bytes: int, found: _Found | None) -> _Found | None:
+    """The fastest plan that fits, and its option: of some options, or what was found before."""
     for option in ranked:
-        if best is not None and option.expected_ns >= best[1].solver.objective_ns:
+        if found is not None and option.expected_ns >= found[0][1].solver.objective_ns:
             break
         if option.recomputation.peak_bytes > limit_bytes:
             continue
         for pair in planned.plans(option):
             if pair[1].arena_bytes <= limit_bytes:
-                if best is None or pair[1].solver.objective_ns < best[1].solver.objective_ns:
-                    best, chosen = pair, option
+                if found is None or pair[1].solver.objective_ns < found[0][1].solver.objective_ns:
+                    found = pair, option
                 break
-    if best is None:
-        raise _too_little(planned, ranked, limit_bytes, error)
-    if chosen is not None and makers.exact:
-        best = planned.proven(chosen, best, limit_bytes)
-    return best
+    return found
+
+
+def _cut_options(graph: TrainingGraph, tried: Sequence[Tried]) -> list[Option]:
+    """Graphs in micro-batches as they are, and small ones with something made anew."""
+    searched = [one for one in tried if len(one[0].graph.ops) <= _SEARCHED_OPS]
+    plain = [
+        Option(
+            origin_of(tables.graph)[1],
+            Recomputation("", 0, peak_bytes(tables.graph)),
+            assignment.cost_ns,
+            (tables, assignment),
+        )
+        for tables, assignment in tried
+        if len(tables.graph.ops) > _SEARCHED_OPS
+    ]
+    return sorted([*options(graph, searched), *plain], key=_rank)
+
+
+def _rank(option: Option) -> tuple[int, int, tuple[str, ...]]:
+    return option.expected_ns, option.recomputation.peak_bytes, option.names
+
+
+def _least(planned: Planned, ranked: Sequence[Option]) -> _Found | None:
+    """The plan that needs the least memory; it may need less than was expected of it. None: the device refuses all."""
+    least: _Found | None = None
+    for option in sorted(ranked, key=lambda o: (o.recomputation.peak_bytes, o.expected_ns)):
+        if least is not None and option.recomputation.peak_bytes >= least[0][1].arena_bytes:
+            break
+        for pair in planned.plans(option):
+            if least is None or pair[1].arena_bytes < least[0][1].arena_bytes:
+                least = pair, option
+        if least is None:
+            return None
+    return least
 
 
 def _too_little(
-    planned: Planned, ranked: Sequence[Option], limit_bytes: int, error: InfeasibleError | DeviceError
+    least: Plan, limit_bytes: int, error: InfeasibleError | DeviceError, refused: str
 ) -> InfeasibleError | DeviceError:
     """What to say where no plan fits: the least that is needed, and where that plan is fullest."""
-    least: Plan | None = None
-    for option in sorted(ranked, key=lambda o: (o.recomputation.peak_bytes, o.expected_ns)):
-        if least is not None and option.recomputation.peak_bytes >= least.arena_bytes:
-            break
-        for _, plan in planned.plans(option):
-            if least is None or plan.arena_bytes < least.arena_bytes:
-                least = plan
-        if least is None:  # not even this one: the device refuses it
-            return error
-    if least is None:
-        return error
     peaks, largest = fullest(least)
     message = (
         f"no plan of {least.graph_name!r} fits into {limit_bytes} bytes of device memory: the least feasible budget "
         f"found is {least.arena_bytes} bytes; that plan peaks at {', '.join(peaks)}, where the largest buffers are "
-        f"{', '.join(largest)}: allow more or use a smaller batch"
+        f"{', '.join(largest)}: allow more or use a smaller batch{refused}"
     )
     return DeviceError(message) if isinstance(error, DeviceError) else InfeasibleError(message, (*peaks, *largest))
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from layoutopt import strategies
 from layoutopt.assembly import assemble, item_cost
-from layoutopt.budget import Makers, fit
+from layoutopt.budget import Makers, cuts, fit, optional_of
 from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
-from layoutopt.errors import DeviceError, InfeasibleError, LayoutOptError
+from layoutopt.errors import DeviceError, GraphError, InfeasibleError, LayoutOptError
 from layoutopt.graph import DTYPES, TrainingGraph
 from layoutopt.interrupts import requested
 from layoutopt.layout import Layout
@@ -90,6 +90,7 @@ def plan(
     keep: Iterable[str] = (),
     rewrites: Sequence[str] | None = None,
     storage: str = "fp32",
+    micro_batches: int | None = None,
 ) -> Plan:
     """Choose every layout and kernel of a step, place it in memory, and validate the result.
 
@@ -104,8 +105,10 @@ def plan(
         keep: further tensors that must stay readable after a step.
         rewrites: of the graph (see ``layoutopt.rewrites``); None keeps those that are predicted to be fastest.
         storage: how numbers lie in memory, "fp32" or "fp16" (large ones as halves).
+        micro_batches: into how many the samples are cut; None for one, or more where that is what memory asks for.
 
     Raises:
+        GraphError: the samples cannot be cut into so many micro-batches.
         InfeasibleError: no assignment, or it does not fit ``memory_bytes``.
         DeviceError: the arena does not fit the device.
         LayoutOptError: the strategy is not known.
@@ -114,7 +117,9 @@ def plan(
     kept = tuple(keep)
     if tables is not None:
         return _plan(tables, costs, strategy, memory_bytes, time_limit_s, progress, kept)
-    return _best(graph, costs, strategy, memory_bytes, time_limit_s, progress, kept, rewrites, storage)[1]
+    return _best(graph, costs, strategy, memory_bytes, time_limit_s, progress, kept, rewrites, storage, micro_batches)[
+        1
+    ]
 
 
 def _plan(
@@ -167,11 +172,13 @@ def _best(
     keep: tuple[str, ...],
     rewrites: Sequence[str] | None,
     storage: str,
+    micro_batches: int | None,
 ) -> tuple[Tables, Plan]:
     """The plan of the rewritten graph that is predicted to be fastest, and the tables it came from.
 
     Of plans that are equally fast (see ``EQUALLY_FAST``) it is the one with the smallest arena. Where none fits into
-    memory, graphs that compute some results twice are tried too, and layouts without padding (``layoutopt/budget.py``).
+    memory, graphs that compute some results twice are tried too, layouts without padding, and micro-batches
+    (``layoutopt/budget.py``).
 
     Raises:
         InfeasibleError, DeviceError: no rewritten graph has a plan that fits; the last one's reason.
@@ -180,7 +187,7 @@ def _best(
     refused: list[InfeasibleError | DeviceError] = []
     tried: list[tuple[Tables, Assignment]] = []
     pricer = Pricer(costs)
-    for candidate in _candidates(graph, rewrites, storage, keep, False):
+    for candidate in _candidates(graph, rewrites, storage, keep, micro_batches or 1):
         if found and requested():
             break
         tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
@@ -202,8 +209,15 @@ def _best(
     )
     most = min(costs.limits.max_alloc_bytes, costs.limits.global_mem_bytes)
     limit_bytes = most if memory_bytes is None else min(most, memory_bytes)
-    smaller = _candidates(graph, rewrites, storage, keep, True)
-    return fit(graph, tried, smaller, limit_bytes, makers, refused[-1])
+    smaller = _candidates(graph, rewrites, storage, keep, micro_batches or 1, smaller=True)
+
+    def parts() -> list[TrainingGraph]:
+        if micro_batches is not None:
+            return []
+        names = optional_of(tried)
+        return cuts(graph, limit_bytes, lambda n: _candidates(graph, rewrites, storage, keep, n, optional=names)[0])
+
+    return fit(graph, tried, smaller, limit_bytes, makers, refused[-1], parts)
 
 
 def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:
@@ -218,15 +232,42 @@ def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:
 
 
 def _candidates(
-    graph: TrainingGraph, rewrites: Sequence[str] | None, storage: str, keep: Sequence[str], smaller: bool
+    graph: TrainingGraph,
+    rewrites: Sequence[str] | None,
+    storage: str,
+    keep: Sequence[str],
+    count: int,
+    *,
+    smaller: bool = False,
+    optional: Sequence[str] | None = None,
 ) -> list[TrainingGraph]:
-    """The rewritten graphs to plan: with gradients, or as captured, where what must stay readable were gone else."""
+    """The rewritten graphs to plan: with gradients, or as captured, where what must stay readable were gone else.
+
+    Raises:
+        GraphError: what must stay readable is gone in every graph of so many micro-batches.
+    """
     for gradients in (False, True):
-        out = alternatives(graph, rewrites, storage, smaller=smaller, gradients=gradients)
+        out = alternatives(
+            graph,
+            rewrites,
+            storage,
+            smaller=smaller,
+            gradients=gradients,
+            micro_batches=count,
+            optional=optional,
+        )
         readable = [candidate for candidate in out if not _lost(candidate, keep)]
         if readable or smaller:
             return readable
-    return [rewritten(graph, STORAGES[storage])]
+    if count == 1:
+        return [rewritten(graph, STORAGES[storage])]
+    plain = rewritten(graph, [f"micro:{count}", *STORAGES[storage]])
+    if _lost(plain, keep):
+        raise GraphError(
+            f"a step of graph {graph.name!r} in micro-batches leaves not all of {', '.join(keep)} to read: keep less, "
+            "or plan the whole batch"
+        )
+    return [plain]
 
 
 def _lost(graph: TrainingGraph, keep: Sequence[str]) -> bool:
@@ -247,6 +288,7 @@ def plan_all(
     keep: Iterable[str] = (),
     rewrites: Sequence[str] | None = None,
     storage: str = "fp32",
+    micro_batches: int | None = None,
 ) -> dict[str, Plan]:
     """A plan per strategy, from one set of tables: of the rewritten graph that serves the first strategy best.
 
@@ -256,7 +298,9 @@ def plan_all(
     for name in names:
         check_strategy(name)
     kept = tuple(keep)
-    tables, first = _best(graph, costs, names[0], memory_bytes, time_limit_s, progress, kept, rewrites, storage)
+    tables, first = _best(
+        graph, costs, names[0], memory_bytes, time_limit_s, progress, kept, rewrites, storage, micro_batches
+    )
     rest = {name: _plan(tables, costs, name, memory_bytes, time_limit_s, progress, kept) for name in names[1:]}
     return {names[0]: first, **rest}
 

@@ -67,7 +67,7 @@ REWRITES: dict[str, Rewrite] = {
 
 def _micro(graph: TrainingGraph, count: str) -> TrainingGraph:
     if not count.isdecimal():
-        raise LayoutOptError(f"rewrite 'micro:{count}' names no number of micro-batches: expected one such as micro:4")
+        raise GraphError(f"rewrite 'micro:{count}' names no number of micro-batches: expected one such as micro:4")
     return in_micro_batches(graph, int(count))
 
 
@@ -191,6 +191,7 @@ def alternatives(
     smaller: bool = False,
     gradients: bool = False,
     micro_batches: int = 1,
+    optional: Sequence[str] | None = None,
 ) -> list[TrainingGraph]:
     """The graphs to plan, of which the best is kept; a rewrite that changes nothing is left out.
 
@@ -201,6 +202,7 @@ def alternatives(
         smaller: with :data:`SMALLER`; none where these change nothing, or where the rewrites are given.
         gradients: keep every gradient to be read after the step.
         micro_batches: that the samples are cut into.
+        optional: exactly these of :data:`OPTIONAL`; None tries with and without.
 
     Raises:
         LayoutOptError: there is no such storage or rewrite.
@@ -215,7 +217,9 @@ def alternatives(
     if names is not None:
         return [] if smaller else [rewritten(graph, [*base, *names, *stored])]
     chosen = _saving(graph, base) if smaller else [base]
-    for name in OPTIONAL:
+    if optional is not None:
+        chosen = [[*names, *optional] for names in chosen]
+    for name in OPTIONAL if optional is None else ():
         if rewritten(graph, [*base, name]).ops != as_cut.ops:
             chosen += [[*names, name] for names in chosen]
     # In float16, gradients are scaled, and looked at, between the contraction and the update.

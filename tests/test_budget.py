@@ -1,4 +1,7 @@
-"""Plans for little memory: they fit, are the fastest that were found, and what cannot be says how much it takes."""
+"""Plans for little memory of the whole batch: they fit, are the fastest that were found, and say what is missing.
+
+Micro-batches: ``tests/test_micro_plans.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def roomy() -> Plan:
 
 @lru_cache(maxsize=8)
 def within(budget_bytes: int) -> Plan:
-    return plan(graph(), COSTS, STRATEGY, budget_bytes)
+    return plan(graph(), COSTS, STRATEGY, budget_bytes, micro_batches=1)
 
 
 @lru_cache(maxsize=1)
@@ -84,10 +87,10 @@ def test_the_least_budget_is_feasible_and_a_byte_less_is_not() -> None:
 def test_a_device_with_little_memory_gets_such_a_plan_too() -> None:
     most = int(roomy().arena_bytes * 0.7)
     small = replace(COSTS, limits=replace(COSTS.limits, max_alloc_bytes=most))
-    assert plan(graph(), small, STRATEGY).arena_bytes <= most
+    assert plan(graph(), small, STRATEGY, micro_batches=1).arena_bytes <= most
     tiny = replace(COSTS, limits=replace(COSTS.limits, max_alloc_bytes=1 << 20))
     with pytest.raises(DeviceError, match=r"bytes"):
-        plan(graph(), tiny, STRATEGY)
+        plan(graph(), tiny, STRATEGY, micro_batches=1)
 
 
 def test_plan_files_say_what_is_made_anew() -> None:
@@ -151,7 +154,7 @@ def test_the_exact_solver_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> 
         return real(tables, "greedy" if strategy == "ilp" else strategy, limit)
 
     monkeypatch.setattr(planner, "assign", counted)
-    made = plan(step, COSTS, "ilp", int(roomy().arena_bytes * 0.7))
+    made = plan(step, COSTS, "ilp", int(roomy().arena_bytes * 0.7), micro_batches=1)
     assert made.arena_bytes <= roomy().arena_bytes * 0.7
     assert made.solver.status in ("FEASIBLE", "OPTIMAL")
     # One solution a rewritten graph, and two at most of the one that is kept.

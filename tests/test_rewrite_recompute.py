@@ -102,4 +102,4 @@ def test_planning_asks_for_it_where_memory_is_short(monkeypatch: pytest.MonkeyPa
     assert tight.rewrites == ("recompute",)
     assert tight.arena_bytes <= small.arena_bytes
     with pytest.raises(InfeasibleError):
-        planner.plan(graph, costs, memory_bytes=small.arena_bytes // 4)
+        planner.plan(graph, costs, memory_bytes=small.arena_bytes // 4, micro_batches=1)
