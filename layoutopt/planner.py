@@ -24,6 +24,7 @@ from layoutopt.plan import ItemCost, Plan
 from layoutopt.plancheck import check_plan
 from layoutopt.policies import POLICIES
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
+from layoutopt.pricing_rows import pricer_of
 from layoutopt.problem import Assignment, Problem
 from layoutopt.propagation import bfs, majority
 from layoutopt.rewrite_neighbours import alike_counts
@@ -186,11 +187,13 @@ def _best(
     found: list[tuple[Tables, Plan]] = []
     refused: list[InfeasibleError | DeviceError] = []
     tried: list[tuple[Tables, Assignment]] = []
-    pricer = Pricer(costs)
-    for candidate in _candidates(graph, rewrites, storage, keep, micro_batches or 1):
+    graphs = _candidates(graph, rewrites, storage, keep, micro_batches or 1)
+    pricer = pricer_of(costs, graphs, lambda one, own: tabulate(one, costs, progress=progress, pricer=own))
+    # All are priced before any is solved: what is asked of the pricer meanwhile is of no consequence.
+    priced = [tabulate(candidate, costs, progress=progress, pricer=pricer) for candidate in graphs]
+    for tables in priced:
         if found and requested():
             break
-        tables = tabulate(candidate, costs, progress=progress, pricer=pricer)
         try:
             own, assignment = _assigned(tables, strategy, time_limit_s, progress)
             tried.append((own, assignment))

@@ -56,6 +56,15 @@ class Pricer:
             self._together[count] = Pricer(self.costs, count)
         return self._together[count]
 
+    def branch(self) -> Pricer:
+        """Another one that remembers all that this one does, and leaves this one as it is."""
+        out = Pricer(self.costs, self.count)
+        out._books = {spec: book.copied(out) for spec, book in self._books.items()}
+        out.choices = {key: (choices, out._books[book.spec]) for key, (choices, book) in self.choices.items()}
+        out.relayouts, out._variants = dict(self.relayouts), dict(self._variants)
+        out._together = {count: own.branch() for count, own in self._together.items()}
+        return out
+
     @property
     def kernels(self) -> int:
         """How many kernels were priced, those that run together included."""
@@ -159,6 +168,12 @@ class Book:
                 if least:
                     favoured[least[0].variant] = None
         self._favoured = tuple(favoured)
+
+    def copied(self, pricer: Pricer) -> Book:
+        """The same in another pricer."""
+        out = Book(pricer, self.spec)
+        out._known, out._favoured, out._early = dict(self._known), self._favoured, self._early
+        return out
 
     def noted(self) -> Noted:
         """For a book elsewhere."""

@@ -224,19 +224,22 @@ def plan_bytes(plan: Plan) -> bytes:
 def solve(task: Task) -> tuple[Row, bytes | None]:
     """The row of a task and, where it is wanted, its plan file's bytes. What has no plan is a row as well."""
     from layoutopt.facade import solve_plan
+    from layoutopt.pricing_apart import in_one_process
+    from layoutopt.pricing_rows import prices_kept
     from layoutopt.stepcost import predict_step
 
     cell = task.cell
     try:
         graph, model = _decoded(task.graph), _device(task.device)
-        plan = solve_plan(
-            graph,
-            model,
-            strategy=cell.strategy,
-            memory=cell.memory,
-            time_limit_s=task.time_limit_s,
-            storage=task.storage,
-        )
+        with in_one_process(), prices_kept():  # other workers have the other cores; rows of a graph come together
+            plan = solve_plan(
+                graph,
+                model,
+                strategy=cell.strategy,
+                memory=cell.memory,
+                time_limit_s=task.time_limit_s,
+                storage=task.storage,
+            )
     except InfeasibleError as error:
         return refusal(cell, "INFEASIBLE", str(error)), None
     except DeviceError as error:

@@ -46,6 +46,7 @@ FACE = {
         "pricer",
         "pricing",
         "pricing_apart",
+        "pricing_rows",
         "probing",
         "refining",
         "standins.run",
