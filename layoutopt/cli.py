@@ -40,6 +40,10 @@ Model = Annotated[str | None, typer.Option("--device-model", help="Device model:
 Memory = Annotated[str | None, typer.Option("--memory", help="Device memory the step may use: 512MiB, 2GiB, …")]
 Strategy = Annotated[str, typer.Option("--strategy", help="ilp (exact), greedy, ideal, rowmajor, …")]
 Storage = Annotated[str, typer.Option("--storage", help="How large tensors lie in memory: fp32 or fp16.")]
+MicroBatches = Annotated[
+    int | None,
+    typer.Option("--micro-batches", min=1, help="Equal parts of the batch, one after the other; as memory asks for."),
+]
 TimeLimit = Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")]
 
 
@@ -148,6 +152,9 @@ def capture(
     labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
     mode: Annotated[str, typer.Option("--mode", help="What is trained: full, lora, head or bias.")] = "full",
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout as the model has it; else off.")] = False,
+    micro_batches: Annotated[
+        int, typer.Option("--micro-batches", min=1, help="Equal parts of the batch, whose gradients are added up.")
+    ] = 1,
     list_: Annotated[bool, typer.Option("--list", help="The models that ship, and what a step takes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print every view and what became of it.")] = False,
     json: Json = False,
@@ -164,7 +171,14 @@ def capture(
     target = output or Path(f"{model.replace(':', '-').replace('.', '-')}.graph")
     check_target(target)
     graph, report = capture_model(
-        model, batch=batch, seq=seq, optimizer=optimizer, labels=labels, mode=mode, dropout=dropout
+        model,
+        batch=batch,
+        seq=seq,
+        optimizer=optimizer,
+        labels=labels,
+        mode=mode,
+        dropout=dropout,
+        micro_batches=micro_batches,
     )
     from layoutopt.graphfile import save
 
@@ -293,6 +307,7 @@ def plan(
     strategy: Strategy = "ilp",
     storage: Storage = "fp32",
     memory: Memory = None,
+    micro_batches: MicroBatches = None,
     time_limit: TimeLimit = 60.0,
     output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.json"),
     pareto: Annotated[bool, typer.Option("--pareto", help="Time against memory instead of one plan.")] = False,
@@ -306,11 +321,13 @@ def plan(
 
     if pareto and memory is not None:
         raise LayoutOptError("--pareto shows all of memory against time: leave --memory out")
+    if pareto and micro_batches is not None:
+        raise LayoutOptError("--pareto shows the whole batch: capture with --micro-batches, or leave one of them out")
     if picture is not None and not pareto:
         raise LayoutOptError("--picture draws time against memory: give --pareto too")
     check_target(output)
     loaded = find_graph(graph)
-    check_request([strategy], memory, loaded, storage)
+    check_request([strategy], memory, loaded, storage, micro_batches)
     model = _model(device_model, device, loaded, json, storage=storage)
     if pareto:
         from layoutopt.cli_pareto import show_pareto
@@ -326,9 +343,12 @@ def plan(
             time_limit_s=time_limit,
             progress=bar.fraction,
             storage=storage,
+            micro_batches=micro_batches,
         )
     plans.save(solved, output)
     facts = _plan_facts(solved, loaded, model)
+    if micro_batches is None and any(name.startswith("micro:") for name in solved.rewrites):
+        say(f"layoutopt: memory is short: the step runs {facts['samples']}, with the same result")
     if json:
         emit({"file": str(output), **facts})
         return
@@ -515,6 +535,7 @@ def train(
     refine: Annotated[
         int, typer.Option("--refine", min=0, help="Measure the plan as it runs and plan again, at most so many times.")
     ] = 0,
+    micro_batches: MicroBatches = None,
     json: Json = False,
 ) -> None:
     """Plan and fine-tune on the device: loss, accuracy, throughput, a checkpoint."""
@@ -542,6 +563,7 @@ def train(
         plan_file,
         storage,
         refine,
+        micro_batches,
     )
     runtime = _runtime(device)
     with Progress("training", quiet=json) as bar:
@@ -646,11 +668,14 @@ def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:
 def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa: ANN001
     from layoutopt.intervals import plan_intervals
     from layoutopt.memory import Buffer, fullest_bytes
+    from layoutopt.microbatch import in_words, micro_batches
+    from layoutopt.rewrites import planned_graph
     from layoutopt.stepcost import predict_step
 
     held = [Buffer(slot.name, slot.size_bytes, slot.first, slot.last) for slot in plan.arena]
     measured = sum(o.cost.measured for o in plan.ops)
     sure = plan_intervals(plan, graph, model)
+    planned = planned_graph(plan, graph)
     ends = {"kernels_low_s": sum(s.low_ns for s in sure), "kernels_high_s": sum(s.high_ns for s in sure)}
     return {
         "graph": plan.graph_name,
@@ -659,6 +684,8 @@ def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa
         "status": plan.solver.status,
         "gap": plan.solver.gap,
         "solve_s": plan.solver.seconds,
+        "micro_batches": micro_batches(planned),
+        "samples": in_words(planned),
         "ops": len(plan.ops),
         "costs_measured": measured,
         "costs_predicted": len(plan.ops) - measured,

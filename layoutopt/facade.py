@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from layoutopt.collector import collector_paused
 from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.graph import TrainingGraph
+from layoutopt.microbatch import in_micro_batches
 from layoutopt.passes import PassReport, run_passes
 from layoutopt.plan import Plan
 from layoutopt.rewrites import STORAGES, check_storage, rewritten
@@ -46,11 +47,14 @@ def capture_model(
     labels: int | None = None,
     mode: str = "full",
     dropout: bool = False,
+    micro_batches: int = 1,
 ) -> tuple[TrainingGraph, PassReport]:
     """Capture a zoo model, ``package.module:factory`` or an ``.onnx`` file, and run the passes.
 
+    The graph runs its samples in so many micro-batches (see ``layoutopt/microbatch.py``).
+
     Raises:
-        LayoutOptError: torch is not installed, or a name, mode or optimizer is unknown.
+        LayoutOptError: torch is not installed, a name, mode or optimizer is unknown, or the samples cannot be cut so.
     """
     from layoutopt.workload import facts
 
@@ -71,11 +75,19 @@ def capture_model(
             name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels, mode=mode, dropout=dropout
         )
     graph, report = run_passes(captured)
-    return graph.with_ops(graph.ops, meta={**graph.meta, "facts": facts(graph)}), report
+    graph = in_micro_batches(graph, micro_batches)
+    meta = {**graph.meta, "facts": facts(graph)}
+    if micro_batches != 1 and meta.get("command"):
+        meta["command"] = f"{meta['command']} --micro-batches {micro_batches}"
+    return graph.with_ops(graph.ops, meta=meta), report
 
 
 def check_request(
-    strategies: Sequence[str], memory: str | None, graph: TrainingGraph | None = None, storage: str = "fp32"
+    strategies: Sequence[str],
+    memory: str | None,
+    graph: TrainingGraph | None = None,
+    storage: str = "fp32",
+    micro_batches: int | None = None,
 ) -> None:
     """Refuse at once what planning would refuse after its work: before a calibration, say.
 
@@ -84,8 +96,10 @@ def check_request(
         memory: budget in words.
         graph: what the budget is for; its weights alone may already be too much.
         storage: how its numbers lie in memory.
+        micro_batches: that its samples are to be cut into.
 
     Raises:
+        GraphError: the samples cannot be cut so.
         LayoutOptError: an unknown strategy or storage, or no size.
         InfeasibleError: the budget does not hold what stays on the device from step to step.
     """
@@ -95,6 +109,8 @@ def check_request(
         planner.check_strategy(name)
     check_storage(storage)
     budget = memory_bytes(memory)
+    if graph is not None and micro_batches not in (None, 1):
+        rewritten(graph, [f"micro:{micro_batches}"])
     if graph is None or budget is None:
         return
     graph = rewritten(graph, STORAGES[storage])
@@ -116,10 +132,18 @@ def solve_plan(
     time_limit_s: float = 60.0,
     progress: Callable[[str, float], None] | None = None,
     storage: str = "fp32",
+    micro_batches: int | None = None,
 ) -> Plan:
-    """One validated plan."""
+    """One validated plan; ``micro_batches`` as ``planner.plan`` takes them."""
     plans = solve_all(
-        graph, model, [strategy], memory=memory, time_limit_s=time_limit_s, progress=progress, storage=storage
+        graph,
+        model,
+        [strategy],
+        memory=memory,
+        time_limit_s=time_limit_s,
+        progress=progress,
+        storage=storage,
+        micro_batches=micro_batches,
     )
     return plans[strategy]
 
@@ -134,13 +158,14 @@ def solve_all(
     time_limit_s: float = 60.0,
     progress: Callable[[str, float], None] | None = None,
     storage: str = "fp32",
+    micro_batches: int | None = None,
 ) -> dict[str, Plan]:
     """A validated plan per strategy (all of them by default), from one set of cost tables."""
     from costmodel.model import CostModel
     from layoutopt import planner
 
     names = list(strategies) or list(planner.STRATEGIES)
-    check_request(names, memory, graph, storage)
+    check_request(names, memory, graph, storage, micro_batches)
     return planner.plan_all(
         graph,
         CostModel(model),
@@ -149,4 +174,5 @@ def solve_all(
         time_limit_s=time_limit_s,
         progress=progress,
         storage=storage,
+        micro_batches=micro_batches,
     )

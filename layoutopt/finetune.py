@@ -18,10 +18,12 @@ from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.facade import capture_model, check_request, solve_plan
 from layoutopt.files import check_folder
 from layoutopt.graph import TrainingGraph
+from layoutopt.microbatch import in_words
 from layoutopt.models import calibrated_path, check_device, device_model, find_graph, shipped_names
 from layoutopt.optimizers import has_dropout
 from layoutopt.plan import Plan
 from layoutopt.refining import refine
+from layoutopt.rewrites import planned_graph
 from layoutopt.show import Progress
 from layoutopt.stepcost import planned_s, predict_step
 from layoutopt.textclass import RunState
@@ -60,6 +62,7 @@ class Settings:
     plan: Path | None = None
     storage: str = "fp32"
     refine: int = 0
+    micro_batches: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ def finetune(settings: Settings, runtime: Runtime, *, announce: Callable[[str], 
     check_request([settings.strategy], settings.memory, storage=settings.storage)
     if settings.refine and settings.plan is not None:
         raise LayoutOptError("--refine makes plans of its own: leave out --plan")
+    if settings.micro_batches is not None and settings.plan is not None:
+        raise LayoutOptError("a plan says how many micro-batches it runs: leave out --micro-batches, or --plan")
     if settings.out_dir is not None:
         check_folder(settings.out_dir)
     if settings.plan is not None:
@@ -139,7 +144,7 @@ def _executor(
         planner.validate(plan, graph, None, runtime.limits)
         predicted_s = planned_s(plan)
     else:
-        check_request([settings.strategy], settings.memory, graph, settings.storage)
+        check_request([settings.strategy], settings.memory, graph, settings.storage, settings.micro_batches)
         model = device_model(
             settings.device_model,
             runtime,
@@ -154,8 +159,9 @@ def _executor(
             plan = _refined(settings, graph, model, plan, values, runtime, announce, progress)
         predicted_s = predict_step(plan, graph, model).step_s
     announce(
-        f"plan: {plan.solver.strategy} {plan.solver.status}, {len(plan.relayouts)} relayouts, "
-        f"arena {plan.arena_bytes / 2**20:.1f} MiB, predicted step {predicted_s * 1e3:.1f} ms"
+        f"plan: {plan.solver.strategy} {plan.solver.status}, {in_words(planned_graph(plan, graph))}, "
+        f"{len(plan.relayouts)} relayouts, arena {plan.arena_bytes / 2**20:.1f} MiB, "
+        f"predicted step {predicted_s * 1e3:.1f} ms"
     )
     return Executor(runtime, graph, plan, values), predicted_s
 
@@ -169,6 +175,7 @@ def _solved(settings: Settings, graph: TrainingGraph, model: DeviceModel, progre
         time_limit_s=settings.time_limit_s,
         progress=progress.fraction,
         storage=settings.storage,
+        micro_batches=settings.micro_batches,
     )
 
 

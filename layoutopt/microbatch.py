@@ -41,6 +41,7 @@ __all__ = [
     "batch_axes",
     "counts",
     "in_micro_batches",
+    "in_words",
     "leading_axes",
     "micro_batches",
     "samples",
@@ -74,8 +75,12 @@ def in_micro_batches(graph: TrainingGraph, count: int) -> TrainingGraph:
     """
     if count == 1:
         return graph
-    if "rewritten" in graph.meta or micro_batches(graph) > 1:
-        raise GraphError(f"graph {graph.name!r} is not as captured: cut it into micro-batches before anything else")
+    if micro_batches(graph) > 1:
+        raise GraphError(
+            f"a step of graph {graph.name!r} runs {in_words(graph)} already: cut the whole batch instead"
+        )
+    if "rewritten" in graph.meta:
+        raise GraphError(f"graph {graph.name!r} is not as captured: cut it into micro-batches before other rewrites")
     batch = samples(graph)
     if batch == 1:
         raise GraphError(f"a step of graph {graph.name!r} takes one sample: micro-batches need a larger batch")
@@ -103,6 +108,13 @@ def counts(graph: TrainingGraph) -> list[int]:
     """Into how many equal micro-batches a step's samples may be cut, ascending."""
     batch = samples(graph)
     return [n for n in range(1, batch + 1) if batch % n == 0]
+
+
+def in_words(graph: TrainingGraph) -> str:
+    """How a step goes through its samples, for people: ``2 micro-batches of 8 samples``."""
+    count, batch = micro_batches(graph), samples(graph)
+    whole = f"{batch} samples at once" if batch > 1 else "1 sample"
+    return whole if count == 1 else f"{count} micro-batches of {batch // count} sample{'s' * (batch > count)}"
 
 
 def batch_axes(graph: TrainingGraph) -> dict[str, int]:

@@ -210,7 +210,7 @@ def with_loss(fn: str) -> TrainingGraph:
         (lambda: whole(6), 12, "cannot be cut into 12 equal"),
         (lambda: whole(1), 2, "takes one sample"),
         (lambda: rewritten(whole(2), ["epilogue"]), 2, "is not as captured"),
-        (lambda: in_micro_batches(whole(4), 2), 2, "is not as captured"),
+        (lambda: in_micro_batches(whole(4), 2), 2, "runs 2 micro-batches of 2 samples already"),
         (lambda: with_loss("max"), 2, "the loss of graph 'attention step' is made by reduce max: micro-batches need"),
         (lambda: changed(whole(2), meta={"batch_axes": {}}), 2, "takes one sample"),
         (
@@ -273,6 +273,43 @@ def test_a_contrastive_loss_is_refused() -> None:
 
     with pytest.raises(GraphError, match="is made by pointwise: micro-batches need one mean or sum over samples"):
         in_micro_batches(run_passes(capture_zoo("clip-odd", batch=4))[0], 2)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    ("mixed", "says"),
+    [
+        (
+            lambda x: (x - x.mean(0)) / ((x - x.mean(0)).square().mean(0) + 1e-5).sqrt(),
+            r"takes a mean over the samples that is not the loss",
+        ),
+        (lambda x: x - x.sum(0), r"joins single samples with .*, which is made of all of them"),
+        (lambda x: x * x.amax(0), r"takes the largest of several samples"),
+        (lambda x: x.softmax(0), r"works across the samples"),
+        (lambda x: x @ x.t() @ x, r"compares samples with one another"),
+        (lambda x: x[1:].sum() + x, r"takes the samples in .* apart"),
+        (lambda x: x.reshape(2, 3, 5).sum(0).repeat(2, 1), r"takes the samples in .* apart"),
+    ],
+    ids=["batch normalisation", "a sum", "the largest", "softmax", "products", "some samples", "halves"],
+)
+def test_samples_that_need_one_another_are_refused(mixed: Callable[[Any], Any], says: str) -> None:
+    import torch
+
+    from layoutopt.capture import capture
+    from layoutopt.optimizers import Sgd
+
+    class Mixing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(5, 5)
+
+    def loss(module: Any, batch: Any) -> Any:
+        out = mixed(module.linear(batch["x"]))
+        return (out * out).mean(), {"out": out}
+
+    graph = run_passes(capture(Mixing(), {"x": torch.randn(6, 5)}, loss=loss, optimizer=Sgd()))[0]
+    with pytest.raises(GraphError, match=r"cannot run in micro-batches: op .*" + says):
+        in_micro_batches(graph, 2)
 
 
 @pytest.mark.peer
