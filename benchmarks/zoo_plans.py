@@ -5,7 +5,8 @@
 
 A row is a graph that ships with the package on a device model, planned in a process of its own: nothing is priced yet,
 and the peak of memory is its own. ``plan s`` is what a caller waits for: prices of every rewritten graph that planning
-considers, solves, arena and validation. What is avoided is said in two ways:
+considers, solves, arena and validation. ``cpu_s`` of a record is what these took of cores, helpers of pricing included:
+it says more where others use them. What is avoided is said in two ways:
 
 - *strided views*: operands of the planned graph that are permuted, sliced or split so that their elements, in the order
   in which the op sees them, are not one dense run of a row-major tensor. Each (tensor, view) counts once. A framework
@@ -35,6 +36,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from layoutopt.collector import collector_paused
 from layoutopt.errors import DeviceError, LayoutOptError
 from layoutopt.files import write_atomic
 from layoutopt.graph import TrainingGraph
@@ -94,6 +96,13 @@ def _is_dense(layout: Layout) -> bool:
     return True
 
 
+def _cpu_s() -> float:
+    """Seconds of cores that this process and its helpers have taken."""
+    taken = os.times()
+    return taken.user + taken.system + taken.children_user + taken.children_system
+
+
+@collector_paused()
 def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
     """One model on one device model, in this process."""
     from costmodel.device import load
@@ -105,22 +114,24 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
     from layoutopt.rewrites import alternatives, origin_of
 
     graph, costs = find_graph(name), CostModel(load(device))
-    seconds = dict.fromkeys(("rewrite", "price", "solve", "place"), 0.0)
-    began = time.perf_counter()
+    seconds, cpu_s = (dict.fromkeys(("rewrite", "price", "solve", "place"), 0.0) for _ in range(2))
+    began, busy = time.perf_counter(), _cpu_s()
 
     def lap(what: str) -> None:
-        nonlocal began
-        now = time.perf_counter()
+        nonlocal began, busy
+        now, used = time.perf_counter(), _cpu_s()
         seconds[what] += now - began
-        began = now
+        cpu_s[what] += used - busy
+        began, busy = now, used
 
     candidates = alternatives(graph)
     lap("rewrite")
     pricer = Pricer(costs)
+    priced = [tabulate(candidate, costs, pricer=pricer) for candidate in candidates]
+    kernels_priced = pricer.kernels
+    lap("price")
     found = []
-    for candidate in candidates:
-        tables = tabulate(candidate, costs, pricer=pricer)
-        lap("price")
+    for tables in priced:
         assignment = assign(tables, "ilp", limit_s)
         lap("solve")
         found.append((tables, assemble(tables, costs, assignment, "ilp")))
@@ -143,7 +154,7 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
         "ops": len(tables.graph.ops),
         "rewrites": list(origin_of(tables.graph)[1]),
         "alternatives": len(candidates),
-        "kernels_priced": pricer.kernels,
+        "kernels_priced": kernels_priced,
         "storages": len(tables.problem.storages),
         "choices": best.solver.choices,
         **strided_views(tables.graph),
@@ -160,6 +171,7 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
         "fits_device": fits,
         **{f"{what}_s": round(value, 3) for what, value in seconds.items()},
         "plan_s": round(sum(seconds.values()), 3),
+        "cpu_s": {what: round(value, 3) for what, value in cpu_s.items()},
         "peak_bytes": size,
         "load": os.getloadavg()[0],
     }
