@@ -22,21 +22,23 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from layoutopt.errors import DeviceError, GraphError, InfeasibleError
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.memory import Buffer, fullest_steps
 from layoutopt.microbatch import counts
-from layoutopt.plan import Plan, gap_of, with_report
+from layoutopt.options import Option, Tried, bound_within, options, rank, tighter, within
+from layoutopt.plan import Plan, gap_of, step_names, with_report
 from layoutopt.pricing import Tables
 from layoutopt.problem import Assignment, Choice, OpNode, Problem
-from layoutopt.recompute_search import Recomputation, frontier, thinned
+from layoutopt.recompute_search import Recomputation
 from layoutopt.rewrite_anew import SUFFIX
 from layoutopt.rewrite_updates import peak_bytes
-from layoutopt.rewrites import OPTIONAL, before_family, origin_of, rewritten
+from layoutopt.rewrites import OPTIONAL, origin_of, rewritten
 from layoutopt.strategies import prefer, rowmajor
 
 __all__ = [
@@ -56,8 +58,6 @@ __all__ = [
 
 _CLOSE = 0.001
 """A plan this close to the bound is not improved by the exact solver."""
-_MOST_CHOICES = 16
-"""Choices of recomputation that are planned for a graph at most."""
 
 _WORTH = 0.01
 """Plans that take less longer than the fastest that does not fit are not compared with micro-batches."""
@@ -71,11 +71,10 @@ _ENOUGH = 0.9
 """Of the memory: where what is alive takes no more, a plan should fit."""
 _GAIN = 0.97
 """More micro-batches have to lower what is alive to this part, or still more are of no use."""
+_STEP = 0.99
+"""The least memory that is found is lowered to this part, as long as something fits."""
 _PART = re.compile(r"(\.sum)?@\d+$")
 """What tells a micro-batch's tensor from the whole batch's by name."""
-
-Tried = tuple[Tables, Assignment]
-"""A graph with its prices, and an assignment of it."""
 
 
 @dataclass(frozen=True)
@@ -93,44 +92,6 @@ class Makers:
     assign: Callable[[Tables], Tried]
     place: Callable[[Tables, Assignment], Plan]
     exact: bool
-
-
-@dataclass(frozen=True)
-class Option:
-    """A graph that may be planned.
-
-    Attributes:
-        names: of its rewrites.
-        recomputation: what it makes anew, and what that takes.
-        expected_ns: of its plan.
-        base: the graph without that, with its cheapest assignment.
-    """
-
-    names: tuple[str, ...]
-    recomputation: Recomputation
-    expected_ns: int
-    base: Tried = field(repr=False)
-
-
-def options(graph: TrainingGraph, tried: Iterable[Tried], most: int = _MOST_CHOICES) -> list[Option]:
-    """Graphs with more and more made anew, those that should be fastest first.
-
-    Args:
-        graph: as captured.
-        tried: its rewritten graphs, with assignments whose prices say what is worth its time.
-        most: choices for each of these.
-    """
-    out = []
-    for tables, assignment in tried:
-        names = origin_of(tables.graph)[1]
-        nodes = zip(tables.problem.ops, assignment.choice, strict=True)
-        cost_ns = {node.name: node.choices[c].cost_ns for node, c in nodes}
-        sizes = {t.name: t.size_elems * t.item_bytes for t in tables.graph.tensors.values()}
-        choices = frontier(rewritten(graph, before_family(names, "anew")), cost_ns, sizes)
-        for choice in thinned(choices, most):
-            own = (*names, choice.name) if choice.name else names
-            out.append(Option(own, choice, assignment.cost_ns + choice.extra_ns, (tables, assignment)))
-    return sorted(out, key=_rank)
 
 
 def lean(tables: Tables) -> Tables:
@@ -282,11 +243,8 @@ class Planned:
             if plan.arena_bytes <= limit_bytes:
                 candidates.append((tables, plan))
                 if not slim and assignment.status == "OPTIMAL":
-                    return tables, plan
-        tables, plan = min(candidates, key=lambda pair: pair[1].solver.objective_ns)
-        bound = assignment.bound_ns
-        gap = gap_of(plan.solver.objective_ns, bound)
-        return tables, with_report(plan, status="FEASIBLE", bound_ns=bound, gap=gap)
+                    break
+        return min(candidates, key=lambda pair: pair[1].solver.objective_ns)
 
 
 def fit(
@@ -330,7 +288,13 @@ def fit(
         if found[0][1].arena_bytes > limit_bytes:
             raise _too_little(found[0][1], limit_bytes, error, refused)
     best, chosen = found
-    return planned.proven(chosen, best, limit_bytes) if makers.exact else best
+    if not makers.exact:
+        return best
+    tables, plan = planned.proven(chosen, best, limit_bytes)
+    bound = bound_within(graph, ranked, limit_bytes) or 0
+    objective = plan.solver.objective_ns
+    status = "OPTIMAL" if objective <= bound else "FEASIBLE"
+    return tables, with_report(plan, status=status, bound_ns=min(bound, objective), gap=gap_of(objective, bound))
 
 
 _Found = tuple[tuple[Tables, Plan], Option]
@@ -338,16 +302,23 @@ _Found = tuple[tuple[Tables, Plan], Option]
 
 def _fastest(planned: Planned, ranked: Sequence[Option], limit_bytes: int, found: _Found | None) -> _Found | None:
     """The fastest plan that fits, and its option: of some options, or what was found before."""
-    for option in ranked:
+    pending = sorted([*ranked, *within(ranked, limit_bytes)], key=rank)
+    while pending:
+        option = pending.pop(0)
         if found is not None and option.expected_ns >= found[0][1].solver.objective_ns:
             break
         if option.recomputation.peak_bytes > limit_bytes:
             continue
+        over = []
         for pair in planned.plans(option):
-            if pair[1].arena_bytes <= limit_bytes:
+            over.append(pair[1].arena_bytes - limit_bytes)
+            if over[-1] <= 0:
                 if found is None or pair[1].solver.objective_ns < found[0][1].solver.objective_ns:
                     found = pair, option
                 break
+        again = tighter(option, min(over), limit_bytes) if over and over[-1] > 0 else None
+        if again is not None:
+            insort(pending, again, key=rank)
     return found
 
 
@@ -364,11 +335,7 @@ def _cut_options(graph: TrainingGraph, tried: Sequence[Tried]) -> list[Option]:
         for tables, assignment in tried
         if len(tables.graph.ops) > _SEARCHED_OPS
     ]
-    return sorted([*options(graph, searched), *plain], key=_rank)
-
-
-def _rank(option: Option) -> tuple[int, int, tuple[str, ...]]:
-    return option.expected_ns, option.recomputation.peak_bytes, option.names
+    return sorted([*options(graph, searched), *plain], key=rank)
 
 
 def _least(planned: Planned, ranked: Sequence[Option]) -> _Found | None:
@@ -382,6 +349,11 @@ def _least(planned: Planned, ranked: Sequence[Option]) -> _Found | None:
                 least = pair, option
         if least is None:
             return None
+    while least is not None:
+        less = _fastest(planned, ranked, int(least[0][1].arena_bytes * _STEP), None)
+        if less is None:
+            break
+        least = less
     return least
 
 
@@ -402,9 +374,5 @@ def fullest(plan: Plan) -> tuple[list[str], list[str]]:
     """The ops or relayouts at which a plan holds most, and the largest buffers at the fullest of them."""
     buffers = [Buffer(s.name, s.size_bytes, s.first, s.last) for s in plan.arena]
     peaks, held = fullest_steps(buffers)
-    names = []
-    for i in peaks:
-        kind, index = plan.steps[i]
-        move = plan.relayouts[index] if kind == "relayout" else None
-        names.append(f"relayout:{move.storage}#{move.target}" if move else plan.ops[index].op)
-    return names, [f"{b.name} ({b.size_bytes} bytes)" for b in held]
+    names = step_names(plan.steps, plan.ops, plan.relayouts)
+    return [names[i] for i in peaks], [f"{b.name} ({b.size_bytes} bytes)" for b in held]

@@ -1,9 +1,10 @@
 """Time against memory: the plans of one graph that no other beats in both.
 
 From the fastest plan to the one that needs least, each with more made anew in the backward pass
-(``layoutopt/recompute_search.py``), its layouts free or lean (``layoutopt/budget.py``). The exact solver plans the
-graphs in which nothing is made anew; what is made anew lies as its original does there, so that a point takes no
-search. ``layoutopt plan --memory`` with a point's bytes gives a plan at least as fast, solved exactly.
+(``layoutopt/options.py``), its layouts free or lean (``layoutopt/budget.py``). The exact solver plans the graphs in
+which nothing is made anew; what is made anew takes least within its bytes, and lies as its original does there, so that
+a point takes no search for layouts. ``layoutopt plan --memory`` with a point's bytes gives a plan at least as fast,
+solved exactly. Each point says what no plan of these graphs can undercut within its bytes.
 
 Part of the face: it joins the planner's parts.
 """
@@ -11,7 +12,7 @@ Part of the face: it joins the planner's parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ class Point:
         arena_bytes: all that a step needs.
         ops_again: ops that run twice.
         lean: layouts without padding and copies.
+        bound_ns: no plan of the graphs that were tried takes less within ``arena_bytes``; 0 where that is not known.
     """
 
     plan: Plan
@@ -48,6 +50,7 @@ class Point:
     arena_bytes: int
     ops_again: int
     lean: bool
+    bound_ns: int = 0
 
 
 def pareto(
@@ -74,7 +77,8 @@ def pareto(
     Raises:
         InfeasibleError, DeviceError: there is no plan at all.
     """
-    from layoutopt.budget import Planned, further, options
+    from layoutopt.budget import Planned, further
+    from layoutopt.options import bound_within, faster, options
     from layoutopt.rewrites import alternatives
 
     makers = _makers(costs, strategy, time_limit_s)
@@ -94,13 +98,19 @@ def pareto(
     ranked = options(graph, [*tried, *more], most)
     for done, option in enumerate(ranked):
         if progress:
-            progress(f"planning {done + 1} of {len(ranked)}", 0.4 + 0.6 * (done + 1) / len(ranked))
+            progress(f"planning {done + 1} of {len(ranked)}", 0.4 + 0.5 * (done + 1) / len(ranked))
         sooner = [p for p in found if p.objective_ns <= option.expected_ns]
         if all(p.arena_bytes > option.recomputation.peak_bytes for p in sooner):  # or it is beaten already
-            found += [_point(*pair) for pair in planned.plans(option)]
+            found += [_point(*pair) for pair in planned.plans(faster(option))]
     if not found:
         raise InfeasibleError(f"graph {graph.name!r} has no plan that fits device {costs.name!r}: use a smaller batch")
-    return undominated(found)
+    kept = undominated(found)
+    if not makers.exact:
+        return kept
+    if progress:
+        progress("bounding", 0.9)
+    bounds = [bound_within(graph, ranked, p.arena_bytes) or 0 for p in kept]
+    return tuple(replace(p, bound_ns=min(b, p.objective_ns)) for p, b in zip(kept, bounds, strict=True))
 
 
 def _makers(costs: Costs, strategy: str, time_limit_s: float) -> Makers:
@@ -159,6 +169,7 @@ def rows(points: Sequence[Point]) -> list[dict[str, Any]]:
             "memory_share": p.arena_bytes / first.arena_bytes,
             "kernels_s": p.objective_ns * 1e-9,
             "slowdown": p.objective_ns / first.objective_ns,
+            "least_slowdown": p.bound_ns / first.objective_ns,
             "ops_again": p.ops_again,
             "lean": p.lean,
             "rewrites": list(p.plan.rewrites),
@@ -167,7 +178,7 @@ def rows(points: Sequence[Point]) -> list[dict[str, Any]]:
     ]
 
 
-HEAD = ("memory MiB", "of the fastest", "kernels ms", "slowdown", "ops run again", "layouts")
+HEAD = ("memory MiB", "of the fastest", "kernels ms", "slowdown", "at least", "ops run again", "layouts")
 """What ``cells`` are."""
 
 
@@ -178,6 +189,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['memory_share']:.0%}",
         f"{row['kernels_s'] * 1e3:.2f}",
         f"{row['slowdown']:.3f}",
+        f"{row['least_slowdown']:.3f}" if row["least_slowdown"] else "-",
         str(row["ops_again"]),
         "lean" if row["lean"] else "all",
     ]

@@ -32,12 +32,14 @@ from layoutopt.recompute_exact import least_extra
 from layoutopt.recompute_step import Step
 from layoutopt.rewrite_anew import name_of
 
-__all__ = ["Choices", "Recomputation", "frontier", "thinned"]
+__all__ = ["MOST_PROVEN", "Choices", "Recomputation", "frontier", "thinned"]
 
 _MOST_CLASSES = 24
 """Classes that are decided one by one; smaller ones are joined by their kind of op."""
 _SKIPPED = (2, 3, 4)
 _PARTS = (0.25, 0.5, 0.75)
+MOST_PROVEN = 200
+"""Of more results than these the greedy search alone chooses."""
 _EXACT_S = 20.0
 """For the least time within a budget; a second is the rule, and nodes of the search end it before."""
 
@@ -83,14 +85,15 @@ class Choices:
     def within(self, budget_bytes: int) -> Recomputation | None:
         """The least time within a budget: proven nearly always, else the best that is known; None where nothing fits.
 
-        It becomes part of the frontier.
+        It becomes part of the frontier. Of more than ``MOST_PROVEN`` results it is the greedy search's best.
         """
         self.frontier()
         fitting = [pair for pair in self._found.best() if pair[1].peak_bytes <= budget_bytes]
         known = fitting[0] if fitting else None
-        least = least_extra(self.step, budget_bytes, known[0] if known else None, time_limit_s=_EXACT_S)
-        if least.dropped is not None:
-            return self._found.judge(least.dropped)
+        if len(self.step.droppable) <= MOST_PROVEN:
+            least = least_extra(self.step, budget_bytes, known[0] if known else None, time_limit_s=_EXACT_S)
+            if least.dropped is not None:
+                return self._found.judge(least.dropped)
         return known[1] if known else None
 
     def _search(self) -> None:

@@ -39,6 +39,7 @@ FACE = {
         "finetune",
         "intervals",
         "models",
+        "options",
         "pareto",
         "peers",
         "phone",
