@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from layoutopt.candidates import seen_through
 from layoutopt.graph import DTYPES
+from layoutopt.layout import Layout
 from layoutopt.memory import Arena, Buffer, enforce_budget, pack
 from layoutopt.plan import (
     PLAN_VERSION,
@@ -24,7 +26,7 @@ from layoutopt.plan import (
 )
 from layoutopt.pricing import Tables, price_ns
 from layoutopt.problem import Assignment
-from layoutopt.rewrite_neighbours import alike_runs
+from layoutopt.rewrite_neighbours import alike_runs, sharing
 from layoutopt.rewrites import origin_of
 
 if TYPE_CHECKING:
@@ -54,14 +56,15 @@ def assemble(
         )
         for s, name in enumerate(tables.names)
     }
-    builder = _Builder(tables, assignment)
+    builder = _Builder(tables, assignment, costs.limits.kind)
     for run in alike_runs(graph):
         builder.add(run)
     arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
     enforce_budget(arena, memory_bytes, step_names(builder.steps, builder.ops, builder.relayouts))
     origin, rewrites = origin_of(graph)
-    objective = assignment.cost_ns
+    objective = sum(op.cost.total_ns for op in builder.ops) + sum(move.cost.total_ns for move in builder.relayouts)
     bound = assignment.bound_ns
+    status = "FEASIBLE" if assignment.status == "OPTIMAL" and objective > bound else assignment.status
     return Plan(
         PLAN_VERSION,
         graph.name,
@@ -77,7 +80,7 @@ def assemble(
         SolverReport(
             strategy,
             assignment.method,
-            assignment.status,
+            status,
             objective,
             bound,
             gap_of(objective, bound),
@@ -106,8 +109,9 @@ def item_cost(cost: Cost) -> ItemCost:
 class _Builder:
     """Steps, and when each buffer is alive, as ops are added in order."""
 
-    def __init__(self, tables: Tables, assignment: Assignment) -> None:
+    def __init__(self, tables: Tables, assignment: Assignment, kind: str) -> None:
         self.tables, self.assignment = tables, assignment
+        self._sharing = {o: group for group in sharing(tables.graph, kind) for o in group}
         self.ops: list[PlannedOp] = []
         self.relayouts: list[PlannedRelayout] = []
         self.steps: list[tuple[str, int]] = []
@@ -146,17 +150,32 @@ class _Builder:
         return positions
 
     def _op(self, o: int, positions: list[int]) -> None:
-        tables = self.tables
-        op, node = tables.graph.ops[o], tables.problem.ops[o]
-        choice = node.choices[self.assignment.choice[o]]
-        stored = [tables.problem.storages[s].candidates[c] for s, c in zip(node.operands, choice.layouts, strict=True)]
-        seen = [o.view.layout(layout) for o, layout in zip(op.operands, stored, strict=True)]
-        kernel, cost = tables.books[o].named(tuple(x for x in seen if x is not None), choice.variant)
+        op, node = self.tables.graph.ops[o], self.tables.problem.ops[o]
+        kernel, cost = self._kernel(o)
         self.steps.append(("op", len(self.ops)))
         self.ops.append(PlannedOp(op.name, kernel.variant.label, tuple(positions), item_cost(cost)))
         for s, position in zip(node.operands, positions, strict=True):
             self._touch(s, position)
         self._scratch(op.name, kernel)
+
+    def _kernel(self, o: int) -> tuple[Kernel, Cost]:
+        """What an op runs, and its part of a launch that it shares with those of its group in the same layouts."""
+        seen, group, book = self._seen(o), self._sharing[o], self.tables.books[o]
+        alike = sum(self._seen(other) == seen for other in group)
+        if alike == len(group):
+            return book.named(seen, self.tables.problem.ops[o].choices[self.assignment.choice[o]].variant)
+        found = self.tables.pricer.together(alike).book(book.spec).best(seen)
+        assert found is not None, "a choice comes from a kernel"
+        return found
+
+    def _seen(self, o: int) -> tuple[Layout, ...]:
+        """The layouts that an op's operands are seen in."""
+        problem, node = self.tables.problem, self.tables.problem.ops[o]
+        chosen = node.choices[self.assignment.choice[o]].layouts
+        stored = [problem.storages[s].candidates[c] for s, c in zip(node.operands, chosen, strict=True)]
+        views = (operand.view for operand in self.tables.graph.ops[o].operands)
+        seen = (seen_through(view, layout) for view, layout in zip(views, stored, strict=True))
+        return tuple(layout for layout in seen if layout is not None)
 
     def _relayout(self, s: int, candidate: int, position: int, before: str) -> None:
         tables = self.tables

@@ -5,10 +5,12 @@ Part of the face: it joins ``kernels`` and ``costmodel`` to the core, and import
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from layoutopt import strategies
+from layoutopt.alike import projected, tied, untied
 from layoutopt.assembly import assemble, item_cost
 from layoutopt.budget import Makers, cuts, fit, optional_of
 from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
@@ -27,12 +29,13 @@ from layoutopt.pricing import Pricer, Progress, Tables, build_problem
 from layoutopt.pricing_rows import pricer_of
 from layoutopt.problem import Assignment, Problem
 from layoutopt.propagation import bfs, majority
-from layoutopt.rewrite_neighbours import alike_counts
+from layoutopt.rewrite_neighbours import sharing
 from layoutopt.rewrites import STORAGES, alternatives, origin_of, planned_graph, rewritten
 from layoutopt.solve import solve
 
 if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
+    from kernels.bind import BoundStep
     from kernels.spec import DeviceLimits, Kernel
 
 __all__ = ["EQUALLY_FAST", "STRATEGIES", "assign", "fastest", "plan", "plan_all", "tabulate", "validate"]
@@ -333,8 +336,7 @@ def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignm
     """
     problem = tables.problem
     if strategy == "ilp":
-        starts = list(_starts(tables))
-        found = solve(problem, time_limit_s, starts)
+        found = _exact(tables, time_limit_s)
     elif strategy == "activation":
         found = strategies.activation(problem, _reductions_fed(tables))
     elif strategy == "rtile":
@@ -345,6 +347,19 @@ def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignm
         found = _BY_TABLES[strategy](problem)
     check(problem, found)
     return found
+
+
+def _exact(tables: Tables, time_limit_s: float) -> Assignment:
+    """The cheapest assignment that decides ops alike which are to share a launch (``layoutopt/alike.py``)."""
+    problem, starts = tables.problem, list(_starts(tables))
+    ties = tied(problem, sharing(tables.graph, tables.pricer.costs.limits.kind))
+    if ties is problem:
+        return solve(problem, time_limit_s, starts)
+    near = [found for start in starts if (found := projected(ties, start)) is not None]
+    try:
+        return untied(problem, solve(ties, time_limit_s, near))
+    except InfeasibleError:  # not alike, or not in time: then as they come
+        return solve(problem, time_limit_s, starts)
 
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
@@ -414,6 +429,16 @@ def validate(
         _check_device(plan, graph, limits, costs.predict if costs is not None else None)
 
 
+def _sharing_counts(plan: Plan, steps: Sequence[BoundStep], groups: Iterable[Sequence[int]]) -> dict[int, int]:
+    """By op, how many ops of its group run the kernel that it runs."""
+    keys = {index: bound.kernel.key for (kind, index), bound in zip(plan.steps, steps, strict=True) if kind == "op"}
+    out: dict[int, int] = {}
+    for group in groups:
+        alike = Counter(keys[o] for o in group)
+        out |= {o: alike[keys[o]] for o in group}
+    return out
+
+
 def _check_device(
     plan: Plan, graph: TrainingGraph, limits: DeviceLimits, predict: Callable[[Kernel, int], Cost] | None
 ) -> None:
@@ -434,8 +459,9 @@ def _check_device(
     slots = {slot.name: slot for slot in plan.arena}
     costs = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
     known: dict[tuple[int, int], ItemCost] = {}
-    together = alike_counts(graph)
-    for step, (bound, stated) in enumerate(zip(bind(graph, plan, limits), costs, strict=True)):
+    steps = bind(graph, plan, limits)
+    together = _sharing_counts(plan, steps, sharing(graph, limits.kind))
+    for step, (bound, stated) in enumerate(zip(steps, costs, strict=True)):
         operands = len(bound.kernel.layouts)
         for name, workspace in zip(bound.slots[operands:], bound.kernel.scratch, strict=True):
             slot = slots.get(name)

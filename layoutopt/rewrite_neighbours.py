@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from layoutopt.blocks import spec_ids
+from layoutopt.candidates import fixed_storages
 from layoutopt.graph import Op, TrainingGraph
 from layoutopt.microbatch import micro_batches
 
-__all__ = ["alike_counts", "alike_runs", "bring_together"]
+__all__ = ["alike_counts", "alike_runs", "bring_together", "sharing"]
 
 _SHARE, _MOST_BYTES = 12, 64 << 20
 """Waiting gradients are run at this part of them all, or at this size: they keep activations alive meanwhile."""
@@ -143,6 +144,29 @@ def alike_runs(graph: TrainingGraph) -> Iterator[range]:
         yield range(start, len(graph.ops))
 
 
-def alike_counts(graph: TrainingGraph) -> list[int]:
-    """Per op, how many ops its run of ``alike_runs`` has."""
-    return [len(run) for run in alike_runs(graph) for _ in run]
+def sharing(graph: TrainingGraph, kind: str) -> Iterator[tuple[int, ...]]:
+    """Ops by position that are to share a launch, in the order of the first of each; most are by themselves.
+
+    They are of one run of ``alike_runs``, and the host fixes the layouts of the same operands, so that they can run one
+    kernel. On a CPU a launch costs little and a kernel fills the device: no op gives up a layout for it.
+
+    Args:
+        graph: in the order that is planned.
+        kind: of the device, "cpu" or "gpu".
+    """
+    fixed = fixed_storages(graph)
+    for run in alike_runs(graph):
+        groups: dict[object, list[int]] = {}
+        for o in run:
+            held = tuple(graph.storage_of[x.tensor] in fixed for x in graph.ops[o].operands)
+            groups.setdefault(held if kind == "gpu" else o, []).append(o)
+        yield from map(tuple, groups.values())
+
+
+def alike_counts(graph: TrainingGraph, kind: str) -> list[int]:
+    """Per op, how many ops are to share its launch (see ``sharing``)."""
+    out = [1] * len(graph.ops)
+    for group in sharing(graph, kind):
+        for o in group:
+            out[o] = len(group)
+    return out

@@ -18,7 +18,7 @@ from kernels.spec import DeviceLimits, Kernel
 from layoutopt import planner
 from layoutopt.models import shipped
 from layoutopt.plan import Plan
-from layoutopt.rewrite_neighbours import alike_runs
+from layoutopt.rewrite_neighbours import sharing
 from layoutopt.rewrites import planned_graph
 from layoutopt.stepcost import planned_s, predict_step
 
@@ -97,9 +97,9 @@ def kernel_with(costs: CostModel, groups: tuple[int, int]) -> Kernel:
     return next(k for k in kernels if len(k.launches) == 1 and groups[0] <= k.launches[0].nest.groups <= groups[1])
 
 
-def fitted(units: int, **ns_per: float) -> CostModel:
+def fitted(units: int, kind: str = "cpu", **ns_per: float) -> CostModel:
     constants = {"all": FamilyFit(ns_per, 9, 0.0)}
-    return CostModel(replace(model_of(DeviceLimits(compute_units=units)), constants=constants))
+    return CostModel(replace(model_of(DeviceLimits(kind=kind, compute_units=units)), constants=constants))
 
 
 def test_small_kernels_are_as_fast_together_as_one_of_them() -> None:
@@ -133,10 +133,10 @@ def test_one_part_of_kernels_that_run_at_once() -> None:
 
 
 def test_a_plan_prices_neighbours_by_their_part() -> None:
-    costs = fitted(1000, launches=4000.0, trips=1.0)
-    plan = planner.plan(shipped("vit-digits"), costs)
+    costs = fitted(1000, kind="gpu", launches=4000.0, trips=1.0)
+    plan = planner.plan(shipped("vit-digits"), costs, "rowmajor")
     graph = planned_graph(plan, shipped("vit-digits"))
-    runs = [run for run in alike_runs(graph) if len(run) > 1]
+    runs = [group for group in sharing(graph, "gpu") if len(group) > 1]
     assert runs
     steps = [s for s, (kind, _) in zip(bind(graph, plan, costs.limits), plan.steps, strict=True) if kind == "op"]
     for run in runs:
