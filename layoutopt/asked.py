@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 from layoutopt.candidates import seen_through
 from layoutopt.graph import Op, Storage, TrainingGraph
 from layoutopt.layout import Layout
-from layoutopt.pricer import Book, Pricer, price_ns
+from layoutopt.pricer import Book, Pricer
 from layoutopt.problem import Choice, StorageNode
 
 if TYPE_CHECKING:
@@ -99,11 +99,9 @@ class Moves:
     def answer(self, pricer: Pricer) -> dict[tuple[int, int], int]:
         """Nanoseconds by pair, without those that no kernel converts; remembered."""
         if self not in pricer.relayouts:
-            found = {
-                (a, b): pricer.relayout(self.shape, self.dtype, self.candidates[a], self.candidates[b])
-                for a, b in self.pairs
-            }
-            pricer.relayouts[self] = {pair: price_ns(best[1]) for pair, best in found.items() if best}
+            book = pricer.moves(self.shape, self.dtype)
+            found = {(a, b): book.cheapest((self.candidates[a], self.candidates[b])) for a, b in self.pairs}
+            pricer.relayouts[self] = {pair: best[1] for pair, best in found.items() if best}
         return pricer.relayouts[self]
 
 
@@ -160,10 +158,10 @@ def _choices(book: Book, slots: Slots, lead: tuple[int, ...], limit: int) -> tup
     found = {}
     if all(slots.seen):
         for picks in _tuples(book, slots, lead, limit):
-            best = book.best(slots.layouts(picks))
+            best = book.cheapest(slots.layouts(picks))
             if best:
-                indices = slots.indices(picks)
-                found[indices] = Choice(indices, price_ns(best[1]), best[0].variant.label)
+                indices, (label, cost_ns) = slots.indices(picks), best
+                found[indices] = Choice(indices, cost_ns, label)
     return tuple(found.values())
 
 
@@ -225,8 +223,8 @@ def _best_product(
     for slot in lead:
         priced = []
         for picks in [(0,) * len(slots.seen), *(p for p in single if p[slot])]:
-            best = book.best(slots.layouts(picks))
+            best = book.cheapest(slots.layouts(picks))
             if best:
-                priced.append((price_ns(best[1]), picks[slot]))
+                priced.append((best[1], picks[slot]))
         kept[slot] = [option for _, option in sorted(priced)[:keep]] or [0]
     return itertools.product(*kept)

@@ -137,9 +137,9 @@ class _Builder:
             stored = [self.candidates[s][x] for s, x in zip(node.operands, picks, strict=True)]
             viewed = [operand.view.layout(layout) for operand, layout in zip(op.operands, stored, strict=True)]
             known = tuple(layout for layout in viewed if layout is not None)
-            best = book.best(known) if len(known) == len(viewed) else None
+            best = book.cheapest(known) if len(known) == len(viewed) else None
             if best and all(self._converts(s, x) for s, x in zip(node.operands, picks, strict=True)):
-                return Choice(picks, price_ns(best[1]), best[0].variant.label)
+                return Choice(picks, best[1], best[0])
         tied = {node.operands[k] for k in node.primary_operands}
         raise _Unserved(frozenset(tables.names[s] for s in tied if self.primary[s]), op)
 

@@ -59,7 +59,7 @@ class Pricer:
     def branch(self) -> Pricer:
         """Another one that remembers all that this one does, and leaves this one as it is."""
         out = Pricer(self.costs, self.count)
-        out._books = {spec: book.copied(out) for spec, book in self._books.items()}
+        out._books = {spec: Book(out, spec, book.noted()) for spec, book in self._books.items()}
         out.choices = {key: (choices, out._books[book.spec]) for key, (choices, book) in self.choices.items()}
         out.relayouts, out._variants = dict(self.relayouts), dict(self._variants)
         out._together = {count: own.branch() for count, own in self._together.items()}
@@ -76,21 +76,26 @@ class Pricer:
             self._books[spec] = Book(self, spec)
         return self._books[spec]
 
+    def enter(self, spec: OpSpec, noted: Noted) -> Book:
+        """A book of a spec of which nothing was known, with what another one knows."""
+        self._books[spec] = Book(self, spec, noted)
+        return self._books[spec]
+
     def knows(self, spec: OpSpec) -> bool:
         """Whether there is a book of the spec."""
         return spec in self._books
-
-    def best(self, spec: OpSpec, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
-        """What the spec's book says."""
-        return self.book(spec).best(layouts)
 
     def relayout(
         self, shape: tuple[int, ...], dtype: str, source: Layout, target: Layout
     ) -> tuple[Kernel, Cost] | None:
         """The cheapest conversion between two layouts of one shape."""
+        return self.moves(shape, dtype).best((source, target))
+
+    def moves(self, shape: tuple[int, ...], dtype: str) -> Book:
+        """The cheapest conversions between layouts of one shape."""
         from kernels.bind import relayout_spec
 
-        return self.best(relayout_spec(shape, dtype), (source, target))
+        return self.book(relayout_spec(shape, dtype))
 
     def variants(self, spec: OpSpec) -> list[KernelVariant]:
         """All that the spec's family has for the device."""
@@ -111,15 +116,15 @@ class Pricer:
 
 @dataclass(frozen=True)
 class Noted:
-    """What a book needs to answer as another one does, by value.
+    """All that a book knows, by value.
 
     Attributes:
+        known: see ``Book.cheapest``.
         favoured: see ``Book.narrow``; None where it was not narrowed.
-        early: layouts that were asked for before: of these every variant was tried.
     """
 
-    favoured: tuple[KernelVariant, ...] | None
-    early: frozenset[tuple[Layout, ...]]
+    known: dict[tuple[Layout, ...], tuple[str, int] | None]
+    favoured: tuple[KernelVariant, ...] | None = None
 
 
 class Book:
@@ -128,60 +133,56 @@ class Book:
     Args:
         pricer: of the device.
         spec: of all its kernels.
+        noted: what another book of the spec knows.
     """
 
-    def __init__(self, pricer: Pricer, spec: OpSpec) -> None:
+    def __init__(self, pricer: Pricer, spec: OpSpec, noted: Noted | None = None) -> None:
         self.pricer, self.spec = pricer, spec
-        self._known: dict[tuple[Layout, ...], tuple[Kernel, Cost] | None] = {}
-        self._favoured: tuple[KernelVariant, ...] | None = None
-        self._early: frozenset[tuple[Layout, ...]] = frozenset()
+        self._known = dict(noted.known) if noted else {}
+        self._favoured = noted.favoured if noted else None
+        self._kernels: dict[tuple[tuple[Layout, ...], str], tuple[Kernel, Cost]] = {}
 
-    def best(self, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
-        """The cheapest kernel and its cost (the first label among equals), or None where none accepts the layouts."""
+    def cheapest(self, layouts: tuple[Layout, ...]) -> tuple[str, int] | None:
+        """The label and the nanoseconds of the cheapest kernel (the first label among equals).
+
+        None where no kernel accepts the layouts.
+        """
         if layouts not in self._known:
             price, spec = self.pricer.price, self.spec
-            tried = () if layouts in self._early else self._favoured or ()
-            priced = price(spec, layouts, tried)
+            priced = price(spec, layouts, self._favoured or ())
             self._known[layouts] = _least(priced or price(spec, layouts, self.pricer.variants(spec)))
         return self._known[layouts]
 
+    def best(self, layouts: tuple[Layout, ...]) -> tuple[Kernel, Cost] | None:
+        """The cheapest kernel itself and its cost."""
+        found = self.cheapest(layouts)
+        return self.named(layouts, found[0]) if found else None
+
     def named(self, layouts: tuple[Layout, ...], label: str) -> tuple[Kernel, Cost]:
-        """A kernel that was the cheapest, with its cost, by its label: without pricing the others again."""
-        known = self._known.get(layouts)
-        if known is None or known[0].variant.label != label:
+        """The kernel of a variant that accepts the layouts, and its cost, by its label."""
+        key = layouts, label
+        if key not in self._kernels:
             own = [variant for variant in self.pricer.variants(self.spec) if variant.label == label]
-            known = self.pricer.price(self.spec, layouts, own)[0]
-            self._known.setdefault(layouts, known)
-        return known
+            self._kernels[key] = self.pricer.price(self.spec, layouts, own)[0]
+        return self._kernels[key]
 
     def narrow(self, pivots: Iterable[tuple[Layout, ...]]) -> None:
         """From now on try only variants that are the best of their name for one of these layout tuples."""
         if self._favoured is not None:
             return
-        self._early = frozenset(self._known)
         favoured: dict[KernelVariant, None] = {}
         for layouts in pivots:
             priced = self.pricer.price(self.spec, layouts, self.pricer.variants(self.spec))
             self._known[layouts] = _least(priced)
-            for name in dict.fromkeys(kernel.variant.name for kernel, _ in priced):
-                least = _least([p for p in priced if p[0].variant.name == name])
-                if least:
-                    favoured[least[0].variant] = None
+            by_name: dict[str, list[tuple[Kernel, Cost]]] = {}
+            for one in priced:
+                by_name.setdefault(one[0].variant.name, []).append(one)
+            favoured |= dict.fromkeys(min(own, key=_rank)[0].variant for own in by_name.values())
         self._favoured = tuple(favoured)
 
-    def copied(self, pricer: Pricer) -> Book:
-        """The same in another pricer."""
-        out = Book(pricer, self.spec)
-        out._known, out._favoured, out._early = dict(self._known), self._favoured, self._early
-        return out
-
     def noted(self) -> Noted:
-        """For a book elsewhere."""
-        return Noted(self._favoured, self._early)
-
-    def enter(self, noted: Noted) -> None:
-        """Make an empty book answer as the other one does."""
-        self._favoured, self._early = noted.favoured, noted.early
+        """All that it knows, for another book of the spec."""
+        return Noted(dict(self._known), self._favoured)
 
 
 _KEPT: OrderedDict[tuple[OpSpec, tuple[Layout, ...]], dict[KernelVariant, Kernel | None]] = OrderedDict()
@@ -207,5 +208,13 @@ def _built(spec: OpSpec, layouts: tuple[Layout, ...], variants: Iterable[KernelV
     return out
 
 
-def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[Kernel, Cost] | None:
-    return min(priced, key=lambda p: (price_ns(p[1]), p[0].variant.label), default=None)
+def _least(priced: list[tuple[Kernel, Cost]]) -> tuple[str, int] | None:
+    ranks = [_rank(one) for one in priced]
+    if not ranks:
+        return None
+    ns, label = min(ranks)
+    return label, ns
+
+
+def _rank(priced: tuple[Kernel, Cost]) -> tuple[int, str]:
+    return price_ns(priced[1]), priced[0].variant.label

@@ -193,8 +193,7 @@ def _enter(pricer: Pricer, part: Sequence[_Group], answer: Future[list[_Found]])
     for group, one in zip(part, found, strict=True):
         own = pricer.together(group.count)
         own.priced += one.priced
-        book = own.book(group.spec)
-        book.enter(one.noted)
+        book = own.enter(group.spec, one.noted)
         for asked, rows in zip(group.asked, one.choices, strict=True):
             own.choices[asked.key] = tuple(Choice(*row) for row in rows), book
         own.relayouts.update(zip(group.moves, one.relayouts, strict=True))
