@@ -98,10 +98,11 @@ def moved_bytes(tables: Tables, assignment: Assignment) -> int:
     )
 
 
-def predicted(found: Mapping[str, tuple[Tables, Assignment, float] | str]) -> dict[str, dict[str, Any]]:
-    """A row per strategy: what the tables say."""
-    best = found["ilp"]
-    assert not isinstance(best, str)
+def predicted(
+    found: Mapping[str, tuple[Tables, Assignment, float] | str], plans: Mapping[str, Plan]
+) -> dict[str, dict[str, Any]]:
+    """A row per strategy: what its plan says."""
+    best_ns = plans["ilp"].solver.objective_ns
     rows: dict[str, dict[str, Any]] = {}
     for name, one in found.items():
         if isinstance(one, str):
@@ -109,14 +110,15 @@ def predicted(found: Mapping[str, tuple[Tables, Assignment, float] | str]) -> di
             continue
         tables, assignment, seconds = one
         extra = tables.not_run if isinstance(tables, PeerTables) else NotRun()
+        report = plans[name].solver
         rows[name] = {
             "strategy": name,
-            "status": assignment.status,
-            "method": assignment.method,
+            "status": report.status,
+            "method": report.method,
             "seconds": seconds,
-            "objective_ns": assignment.cost_ns,
-            "bound_ns": assignment.bound_ns,
-            "gap": (assignment.cost_ns + extra.cost_ns) / best[1].cost_ns - 1,
+            "objective_ns": report.objective_ns,
+            "bound_ns": report.bound_ns,
+            "gap": (report.objective_ns + extra.cost_ns) / best_ns - 1,
             "relayouts": sum(map(len, assignment.copies)),
             "relayout_bytes": moved_bytes(tables, assignment),
             "not_run_copies": extra.copies,
@@ -172,19 +174,17 @@ def study(name: str, graph: TrainingGraph, args: argparse.Namespace, runtime: An
         model = calibrated(graph, runtime, args.strategies, args.calibration)
     costs = CostModel(model)
     found = assignments(graph, costs, args.strategies, args.time_limit)
-    rows = predicted(found)
+    made = {strategy: one for strategy, one in found.items() if not isinstance(one, str)}
+    plans = {strategy: assemble(own, costs, assignment, strategy) for strategy, (own, assignment, _) in made.items()}
+    rows = predicted(found, plans)
     if runtime is not None:
-        plans = {}
-        for strategy, one in found.items():
-            if isinstance(one, str):
-                continue
-            own, assignment, _ = one
-            plans[strategy] = with_not_run(assemble(own, costs, assignment, strategy), own)
-            validate(plans[strategy], graph, costs)
+        plans = {strategy: with_not_run(plan, made[strategy][0]) for strategy, plan in plans.items()}
+        for strategy, plan in plans.items():
+            validate(plan, graph, costs)
             rows[strategy] |= {
-                "predicted_s": predict_step(plans[strategy], graph, model).step_s,
-                "known": measured_share(plans[strategy]),
-                "arena_bytes": plans[strategy].arena_bytes,
+                "predicted_s": predict_step(plan, graph, model).step_s,
+                "known": measured_share(plan),
+                "arena_bytes": plan.arena_bytes,
             }
         for strategy, times in measure(graph, plans, runtime, args).items():
             rows[strategy] |= times
