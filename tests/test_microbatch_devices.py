@@ -1,4 +1,4 @@
-"""Micro-batches on every device: the whole batch's losses and weights, beside torch, in the memory that the plan says."""
+"""Micro-batches on every device: losses and weights of the whole batch, as torch's, in the memory that plans say."""
 
 from __future__ import annotations
 
