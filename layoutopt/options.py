@@ -10,16 +10,18 @@ Part of the face: tables of prices are the planner's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from layoutopt.graph import TrainingGraph
 from layoutopt.pricing import Tables
-from layoutopt.problem import Assignment
+from layoutopt.problem import Assignment, Choice, OpNode, Problem
 from layoutopt.recompute_exact import least_extra
 from layoutopt.recompute_search import MOST_PROVEN, Choices, Recomputation, thinned
 from layoutopt.recompute_step import Step
+from layoutopt.rewrite_anew import LATE, may_run_again
 from layoutopt.rewrites import before_family, origin_of, rewritten
+from layoutopt.solve import solve
 
 __all__ = ["Option", "Tried", "bound_within", "faster", "options", "rank", "tighter", "within"]
 
@@ -30,7 +32,7 @@ _LEAST = 0.8
 _BOUND_EFFORT = 12, 500
 """Rounds and nodes for the bound of a graph."""
 _BOUND_S = 10.0
-"""For the bound of a graph; seconds are the rule, and nodes of the search end it before."""
+"""For each part of the bound of a graph; a few are the rule."""
 
 Tried = tuple[Tables, Assignment]
 """A graph with its prices, and an assignment of it."""
@@ -140,41 +142,84 @@ def faster(option: Option) -> Option:
     return option if found is None else option.instead(found)
 
 
-def bound_within(graph: TrainingGraph, ranked: Sequence[Option], limit_bytes: int) -> int | None:
+def bound_within(
+    graph: TrainingGraph, ranked: Sequence[Option], limit_bytes: int, time_limit_s: float = _BOUND_S
+) -> int | None:
     """What no plan of some graphs takes less than, within a budget, whatever is made anew and however things lie.
 
-    Each op is taken at its least price over all layouts, each tensor at its bare size, and bytes are counted between
-    ops only. Where nothing else is searched to be made anew, the bound hangs on no memory.
+    The ops of a graph take no less than where each op of the backward pass reads what may be made anew in whatever
+    layout it likes (a result that is made anew may lie otherwise than the original), which is solved. What runs again
+    takes the least time within the budget, each op at its least price over all layouts, each tensor at its bare size,
+    bytes counted between ops only. Where nothing is searched to be made anew, the bound hangs on no memory.
 
     Args:
         graph: as captured.
         ranked: options of the graphs.
         limit_bytes: the budget.
+        time_limit_s: of each solution.
 
     Returns:
         Nanoseconds; None where nothing can fit.
     """
     bases = {id(option.base): option for option in ranked}
-    floors = []
+    bounds: list[tuple[int, tuple[str, ...], Option, bool]] = []
     for option in bases.values():
-        ops = option.base[0].problem.ops
-        floor = {node.name: min(choice.cost_ns for choice in node.choices) for node in ops}
-        floors.append((sum(floor.values()), floor, option))
-    least: int | None = None
-    for total, floor, option in sorted(floors, key=lambda one: (one[0], one[2].names)):
-        if least is not None and total >= least:
-            break
-        extra: int | None = 0
-        if option.choices is not None:
-            tables = option.base[0]
-            step = Step(_before(graph, tables), floor, _least_sizes(tables.graph))
-            rounds, nodes = _BOUND_EFFORT if len(step.droppable) <= MOST_PROVEN else (1, 1)
-            extra = least_extra(
-                step, limit_bytes, between=True, rounds=rounds, nodes=nodes, time_limit_s=_BOUND_S
-            ).bound_ns
-        if extra is not None and (least is None or total + extra < least):
-            least = total + extra
-    return least
+        floor = _floor(option.base[0].problem)
+        extra = _least_extra(graph, option, floor, limit_bytes) if option.choices is not None else 0
+        if extra is not None:
+            bounds.append((sum(floor.values()) + extra, option.names, option, False))
+    while bounds:
+        least, names, option, solved = min(bounds, key=lambda one: one[:2])
+        if solved:
+            return least
+        bounds.remove((least, names, option, solved))
+        floor = _floor(option.base[0].problem)
+        relaxed = solve(_loosened(option), time_limit_s).bound_ns
+        bounds.append((least + max(relaxed - sum(floor.values()), 0), names, option, True))
+    return None
+
+
+def _floor(problem: Problem) -> dict[str, int]:
+    """The least price of each op."""
+    return {node.name: min(choice.cost_ns for choice in node.choices) for node in problem.ops}
+
+
+def _least_extra(graph: TrainingGraph, option: Option, floor: dict[str, int], limit_bytes: int) -> int | None:
+    tables = option.base[0]
+    step = Step(_before(graph, tables), floor, _least_sizes(tables.graph))
+    rounds, nodes = _BOUND_EFFORT if len(step.droppable) <= MOST_PROVEN else (1, 1)
+    found = least_extra(step, limit_bytes, between=True, rounds=rounds, nodes=nodes, time_limit_s=_BOUND_S)
+    return found.bound_ns
+
+
+def _loosened(option: Option) -> Problem:
+    """The problem in which late ops read what may be made anew in whatever layout they like."""
+    tables = option.base[0]
+    graph = tables.graph
+    free = set(may_run_again(graph)) if option.choices is not None else set()
+    anew = {tables.index[graph.storage_of[o.tensor]] for at in free for o in graph.ops[at].outputs}
+    late = {op.name for op in graph.ops if op.phase in LATE}
+    ops = [_without(node, anew) if node.name in late else node for node in tables.problem.ops]
+    return replace(tables.problem, ops=tuple(ops))
+
+
+def _without(node: OpNode, storages: Collection[int]) -> OpNode:
+    """An op that reads some storages in whatever layout it likes."""
+    kept = [p for p, s in enumerate(node.operands) if p >= node.inputs or s not in storages]
+    if len(kept) == len(node.operands):
+        return node
+    cheapest: dict[tuple[int, ...], Choice] = {}
+    for choice in node.choices:
+        layouts = tuple(choice.layouts[p] for p in kept)
+        if layouts not in cheapest or choice.cost_ns < cheapest[layouts].cost_ns:
+            cheapest[layouts] = replace(choice, layouts=layouts)
+    return replace(
+        node,
+        operands=tuple(node.operands[p] for p in kept),
+        inputs=sum(p < node.inputs for p in kept),
+        choices=tuple(cheapest.values()),
+        pinned=tuple(kept.index(p) for p in node.pinned if p in kept),
+    )
 
 
 def _least_sizes(graph: TrainingGraph) -> Mapping[str, int]:
