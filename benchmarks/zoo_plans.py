@@ -1,12 +1,13 @@
 """Every model of the zoo, planned at full size: prices, proofs, and the data movement that a plan avoids.
 
     python benchmarks/zoo_plans.py [MODEL...] [--device-model NAME_OR_FILE]... [--time-limit S]
-                                   [--captures FILE] [--plans FILE] [-o FILE] [--smoke]
+                                   [--strategy NAME] [--captures FILE] [--plans FILE] [-o FILE] [--smoke]
 
 A row is a graph that ships with the package on a device model, planned in a process of its own: nothing is priced yet,
 and the peak of memory is its own. ``plan s`` is what a caller waits for: prices of every rewritten graph that planning
 considers, solves, arena and validation. ``cpu_s`` of a record is what these took of cores, helpers of pricing included:
-it says more where others use them. What is avoided is said in two ways:
+it says more where others use them. ``--strategy greedy`` shows what all but the search takes. What is avoided is said
+in two ways:
 
 - *strided views*: operands of the planned graph that are permuted, sliced or split so that their elements, in the order
   in which the op sees them, are not one dense run of a row-major tensor. Each (tensor, view) counts once. A framework
@@ -103,7 +104,7 @@ def _cpu_s() -> float:
 
 
 @collector_paused()
-def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
+def plan_one(name: str, device: str, limit_s: float, strategy: str = "ilp") -> dict[str, Any]:
     """One model on one device model, in this process."""
     from costmodel.device import load
     from costmodel.model import CostModel
@@ -132,9 +133,9 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
     lap("price")
     found = []
     for tables in priced:
-        assignment = assign(tables, "ilp", limit_s)
+        assignment = assign(tables, strategy, limit_s)
         lap("solve")
-        found.append((tables, assemble(tables, costs, assignment, "ilp")))
+        found.append((tables, assemble(tables, costs, assignment, strategy)))
         lap("place")
     tables, best = fastest(found)
     fits = True
@@ -148,6 +149,7 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
     return {
         "model": graph.name,
         "device_model": costs.name,
+        "strategy": strategy,
         "parameters": sum(t.size_elems for t in graph.by_role("parameter")),
         "captured": graph.meta.get("command", ""),
         "graph_hash": graph.hash,
@@ -177,13 +179,14 @@ def plan_one(name: str, device: str, limit_s: float) -> dict[str, Any]:
     }
 
 
-def plan_apart(name: str, device: str, limit_s: float) -> dict[str, Any]:
+def plan_apart(name: str, device: str, limit_s: float, strategy: str) -> dict[str, Any]:
     """The same in a process of its own.
 
     Raises:
         LayoutOptError: it failed; its last words.
     """
     words = [sys.executable, __file__, name, "--device-model", device, "--time-limit", str(limit_s), "--one"]
+    words += ["--strategy", strategy]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
@@ -252,6 +255,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", help="shipped graphs or graph files; all that ship by default")
     parser.add_argument("--device-model", action="append", help=f"by default {' and '.join(DEVICES)}")
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds a solve")
+    parser.add_argument("--strategy", default="ilp", help="what plans are made by")
     parser.add_argument("--captures", type=Path, help="a record of capture_zoo.py")
     parser.add_argument("--plans", type=Path, help="an earlier record of this script: its plans, with other captures")
     parser.add_argument("-o", "--output", type=Path, help="write a record")
@@ -261,7 +265,7 @@ def main() -> int:
     devices = args.device_model or list(DEVICES)
     try:
         if args.one:
-            print(json.dumps(plan_one(args.models[0], devices[0], args.time_limit)))
+            print(json.dumps(plan_one(args.models[0], devices[0], args.time_limit, args.strategy)))
             return 0
         if args.smoke:
             print(plan_table([plan_one("vit-digits", "generic-cpu", args.time_limit)]))
@@ -273,7 +277,7 @@ def main() -> int:
         for device in [] if args.plans else devices:
             plans[device] = []
             for name in args.models or _in_order():
-                plans[device].append(plan_apart(name, device, args.time_limit))
+                plans[device].append(plan_apart(name, device, args.time_limit, args.strategy))
                 row = plans[device][-1]
                 print(f"{device}: {name} {row['status']} in {row['plan_s']:.1f} s", file=sys.stderr, flush=True)
         if captures:
