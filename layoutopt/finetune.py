@@ -144,7 +144,6 @@ def _executor(
         planner.validate(plan, graph, None, runtime.limits)
         predicted_s = planned_s(plan)
     else:
-        check_request([settings.strategy], settings.memory, graph, settings.storage, settings.micro_batches)
         model = device_model(
             settings.device_model,
             runtime,
@@ -164,6 +163,12 @@ def _executor(
         f"predicted step {predicted_s * 1e3:.1f} ms"
     )
     return Executor(runtime, graph, plan, values), predicted_s
+
+
+def _check_graph(settings: Settings, graph: TrainingGraph) -> None:
+    """See that a graph may be planned as is asked for, before data is looked at and anything is measured."""
+    if settings.plan is None:
+        check_request([settings.strategy], settings.memory, graph, settings.storage, settings.micro_batches)
 
 
 def _solved(settings: Settings, graph: TrainingGraph, model: DeviceModel, progress: Progress) -> Plan:
@@ -296,6 +301,7 @@ def _finetune_text(settings: Settings, runtime: Runtime, announce: Callable[[str
         labels=len(classes),
         dropout=settings.dropout,
     )
+    _check_graph(settings, graph)
     data = Dataset({name: x for name, x in data.inputs.items() if name in graph.tensors})
     _check_samples(data, graph, settings.data)
     training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
@@ -340,6 +346,7 @@ def _finetune_arrays(
         raise GraphError(
             f"graph {graph.name!r} has no dropout to leave on: capture it anew with `layoutopt capture --dropout`"
         )
+    _check_graph(settings, graph)
     data = _arrays(settings.data, graph)
     training, held_out = data.split(settings.held_out, settings.seed) if settings.held_out else (data, None)
     given: dict[str, np.ndarray] = {}

@@ -354,6 +354,45 @@ def test_train_text_saves_and_resumes(capsys, small_text: Path, bert: TrainingGr
     assert "nothing left to train: the run has taken 10 of 10 steps" in capsys.readouterr().err
 
 
+@pytest.mark.peer
+def test_train_in_micro_batches(capsys, small_text: Path, bert: TrainingGraph, device_index: int) -> None:
+    """The same losses in any number of them, and after a stop in another; the last batch of an epoch is not full."""
+    graphfile.save(bert, small_text / "bert.graph")
+    made, model = plan_on(small_text / "bert.graph", device_index, small_text)
+    data = ("train", "minilm", "--data", small_text / "data.txt", "--device", device_index)
+    fresh = ("--checkpoint", small_text / "start", "--batch", 4, "--seq", 12, "--lr", "1e-3", "--epochs", 2)
+    common = (*data, "--device-model", model, "--strategy", "rowmajor")
+    full = as_json(capsys, *common, *fresh, "--micro-batches", 1)
+    first = as_json(capsys, *common, *fresh, "--micro-batches", 2, "--out", small_text / "half", "--max-steps", 3)
+    rest = as_json(capsys, *common, "--resume", small_text / "half", "--epochs", 2, "--micro-batches", 4)
+    assert first["losses"] + rest["losses"] == pytest.approx(full["losses"], rel=1e-4)
+    sentence = refused(capsys, *common, *fresh, "--micro-batches", 3)
+    assert "the 4 samples of graph" in sentence
+    assert "choose one of 1, 2, 4" in sentence
+    assert "leave out --micro-batches" in refused(capsys, *data, *fresh, "--plan", made, "--micro-batches", 2)
+
+
+@pytest.mark.peer
+def test_plan_and_capture_in_micro_batches(capsys, net: Path, elsewhere: Path) -> None:
+    (elsewhere / "usernet.py").write_text(USER_MODULE)
+    options = (*GENERIC, "--strategy", "rowmajor", "-o")
+    got = as_json(capsys, "plan", net, "--micro-batches", 5, *options, "five.json")
+    assert (got["micro_batches"], got["samples"]) == (5, "5 micro-batches of 1 sample")
+    assert plan.load(Path("five.json")).rewrites[0] == "micro:5"
+    whole = as_json(capsys, "plan", net, *options, "whole.json")
+    assert (whole["micro_batches"], whole["samples"]) == (1, "5 samples at once")
+    run(capsys, "simulate", "five.json", "--graph", net, *GENERIC)
+    run(capsys, "capture", "usernet:net", "--micro-batches", 5, "-o", "cut.graph")
+    again = as_json(capsys, "plan", "cut.graph", *options, "cut.json")
+    assert (again["micro_batches"], again["arena_bytes"]) == (5, got["arena_bytes"])
+    assert "runs 5 micro-batches of 1 sample already" in refused(
+        capsys, "plan", "cut.graph", "--micro-batches", 5, *options, "x.json"
+    )
+    assert "choose one of 1, 5" in refused(capsys, "capture", "usernet:net", "--micro-batches", 2, "-o", "x.graph")
+    assert not Path("x.graph").exists()
+    assert "leave one of them out" in refused(capsys, "plan", net, "--pareto", "--micro-batches", 5, *GENERIC)
+
+
 # ---- demo ------------------------------------------------------------------------------------------------------------
 
 
