@@ -22,7 +22,7 @@ from layoutopt.layout import Layout
 from layoutopt.pass_views import overwrites
 from layoutopt.pbqp import chaindp
 from layoutopt.peers import applied, with_not_run
-from layoutopt.plan import ItemCost, Plan
+from layoutopt.plan import ItemCost, Plan, gap_of, with_report
 from layoutopt.plancheck import check_plan
 from layoutopt.policies import POLICIES
 from layoutopt.pricing import Pricer, Progress, Tables, build_problem
@@ -204,7 +204,7 @@ def _best(
         except (InfeasibleError, DeviceError) as error:
             refused.append(error)
     if found:
-        return fastest(found)
+        return _beside(fastest(found), tried if refused else [])
     if not tried or rewrites is not None or origin_of(graph)[1]:
         raise refused[-1]
     makers = Makers(
@@ -224,6 +224,15 @@ def _best(
         return cuts(graph, limit_bytes, lambda n: _candidates(graph, rewrites, storage, keep, n, optional=names)[0])
 
     return fit(graph, tried, smaller, limit_bytes, makers, refused[-1], parts)
+
+
+def _beside(best: tuple[Tables, Plan], tried: Sequence[tuple[Tables, Assignment]]) -> tuple[Tables, Plan]:
+    """A plan that fits where a faster graph's does not: what is proven of its own layouts proves no optimum."""
+    tables, plan = best
+    bound = min((assignment.bound_ns for _, assignment in tried), default=plan.solver.bound_ns)
+    if plan.solver.status != "OPTIMAL" or bound >= plan.solver.objective_ns:
+        return best
+    return tables, with_report(plan, status="FEASIBLE", bound_ns=bound, gap=gap_of(plan.solver.objective_ns, bound))
 
 
 def fastest(found: Sequence[tuple[Tables, Plan]]) -> tuple[Tables, Plan]:

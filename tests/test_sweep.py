@@ -20,7 +20,7 @@ from layoutopt.sweep import COLUMNS, Cell, Sources, Task, matrix, refusal
 from layoutopt.sweep_journal import SweepJournal, journal_path
 from layoutopt.sweep_table import write_table
 from tests.face import own_folder, refused
-from tests.graphs import linear_step
+from tests.graphs import attention_step, linear_step
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = "generic-cpu,adreno-740,mali-g78"
@@ -217,3 +217,27 @@ def test_ray_that_is_missing_is_a_sentence(capsys, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)
     arguments = ("sweep", "small.graph", "--device-models", "generic-cpu", "--engine", "ray", "-o", "t.csv")
     assert "layoutopt[ray]" in refused(capsys, *arguments)
+
+
+def test_every_plan_is_the_same_on_one_worker_and_on_two(work: Path) -> None:
+    """Two models, two device models, and budgets that ask for recomputation or micro-batches: byte for byte."""
+    graphfile.save(run_passes(linear_step(5, 18, 35, 66, 17))[0], work / "linear.graph")
+    graphfile.save(run_passes(attention_step(4, 24, 2, 8))[0], work / "attention.graph")
+    for workers in ("1", "2"):
+        words = [
+            "sweep", "linear.graph", "attention.graph", "--device-models", "generic-cpu,mali-g78",
+            "--budgets", "none,115000B,48000B",
+            "-o", f"{workers}.csv", "--workers", workers, "--plans", f"plans{workers}",
+        ]  # fmt: skip
+        assert main(words) == 0
+    assert (work / "1.csv").read_bytes() == (work / "2.csv").read_bytes()
+    files = sorted(path.name for path in (work / "plans1").glob("*.json"))
+    assert files == sorted(path.name for path in (work / "plans2").glob("*.json"))
+    assert len(files) == 10, "the larger model does not fit into the smallest budget"
+    for name in files:
+        assert (work / "plans1" / name).read_bytes() == (work / "plans2" / name).read_bytes(), name
+    planned = [row for row in rows(work / "1.csv") if row["status"] != "INFEASIBLE"]
+    assert {"anew", "micro"} <= {name.partition(":")[0] for row in planned for name in row["rewrites"].split()}
+    for row in planned:
+        # A plan is called proven only where its bound is met, recomputation and micro-batches included.
+        assert (row["status"] == "OPTIMAL") == (row["bound_ns"] == row["objective_ns"])
