@@ -1,8 +1,9 @@
 """Pricing by several processes: a large graph's ops are shared out among this one and helpers on other cores.
 
 What different specs cost does not depend on each other, so that the tables are the same however they are shared out.
-What belongs to one spec stays together, in order. A helper is a Python of its own that is told everything by value;
-what it finds is entered into the books here. If it fails, its part is priced here after all.
+What belongs to one spec stays in order; specs of one shape stay together, as their kernels are much alike. A helper is a
+Python of its own that is told everything by value; what it finds is entered into the books here. If it fails, its part
+is priced here after all.
 
 Part of the face: it starts processes that import ``kernels`` and ``costmodel``.
 """
@@ -14,7 +15,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,9 +35,9 @@ __all__ = ["in_one_process", "serve", "share_out"]
 
 MOST_PROCESSES = 4
 """A helper takes half a second to begin, and what it found takes time to read: many are not worth it."""
-WORTH_TUPLES = 6000
-"""Tuples (of a contraction; others weigh less) that a process should have to price: about a second's work."""
-BEGIN_TUPLES = 3000
+WORTH_TUPLES = 8000
+"""Tuples (of a contraction; others weigh less) that a process should have to price: a second or two."""
+BEGIN_TUPLES = 5000
 """What a helper could have priced while it begins, and while what it found is read."""
 _WEIGHTS = {"contraction": 1.0, "conv": 3.5, "conv_grad_input": 3.5, "conv_grad_weight": 3.5, "pointwise": 0.7}
 _OTHER_WEIGHT, _MOVE_WEIGHT = 0.3, 3.0
@@ -111,7 +112,9 @@ def share_out(
     with ThreadPoolExecutor(len(others)) as threads:
         helpers = [_start() for _ in others]
         try:
-            answers = [threads.submit(_told, h, pricer, part) for h, part in zip(helpers, others, strict=True)]
+            # Written down first: while threads wait for helpers, this one prices, and what it remembers grows.
+            told = [pickle.dumps((pricer.costs, list(part))) for part in others]
+            answers = [threads.submit(_told, h, what) for h, what in zip(helpers, told, strict=True)]
             for done, group in enumerate(own):
                 group.answer(pricer)
                 if progress:
@@ -144,16 +147,19 @@ def _groups(pricer: Pricer, asked: Sequence[Asked], moves: Sequence[Moves]) -> l
 
 def _parts(groups: Sequence[_Group], most: int) -> list[list[_Group]]:
     """Parts of about the same weight, at most so many and none too light to be worth a process; this process' first."""
-    weights = [group.weight for group in groups]
-    number = min(most, int(sum(weights) / WORTH_TUPLES))
+    alike: dict[Hashable, list[_Group]] = {}
+    for group in groups:
+        alike.setdefault((group.spec.kind, group.spec.shapes[:2]), []).append(group)
+    weights = {key: sum(group.weight for group in own) for key, own in alike.items()}
+    number = min(most, int(sum(weights.values()) / WORTH_TUPLES))
     if number < 2:
         return []
     parts: list[list[_Group]] = [[] for _ in range(number)]
     loads = [0.0] + [float(BEGIN_TUPLES)] * (number - 1)
-    for i in sorted(range(len(groups)), key=lambda i: (-weights[i], i)):
+    for key in sorted(alike, key=lambda key: -weights[key]):
         least = loads.index(min(loads))
-        parts[least].append(groups[i])
-        loads[least] += weights[i]
+        parts[least] += alike[key]
+        loads[least] += weights[key]
     return parts
 
 
@@ -169,13 +175,13 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _told(helper: subprocess.Popen[bytes], pricer: Pricer, part: Sequence[_Group]) -> list[_Found]:
-    """What a helper finds.
+def _told(helper: subprocess.Popen[bytes], what: bytes) -> list[_Found]:
+    """What a helper finds; it is told the costs and its part.
 
     Raises:
         EOFError: it died.
     """
-    out, _ = helper.communicate(pickle.dumps((pricer.costs, list(part))))
+    out, _ = helper.communicate(what)
     with collector_paused():
         found: list[_Found] = pickle.loads(out)
     return found
