@@ -1,9 +1,9 @@
 """Pricing by several processes: a large graph's ops are shared out among this one and helpers on other cores.
 
 What different specs cost does not depend on each other, so that the tables are the same however they are shared out.
-What belongs to one spec stays in order; specs of one shape stay together, as their kernels are much alike. A helper is a
-Python of its own that is told everything by value; what it finds is entered into the books here. If it fails, its part
-is priced here after all.
+What belongs to one spec stays in order; specs of one shape stay together, as their kernels are much alike. A helper is
+a Python of its own that is told everything by value; what it finds is entered into the books here. If it fails, its
+part is priced here after all.
 
 Part of the face: it starts processes that import ``kernels`` and ``costmodel``.
 """
