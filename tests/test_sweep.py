@@ -226,17 +226,17 @@ def test_every_plan_is_the_same_on_one_worker_and_on_two(work: Path) -> None:
     for workers in ("1", "2"):
         words = [
             "sweep", "linear.graph", "attention.graph", "--device-models", "generic-cpu,mali-g78",
-            "--budgets", "none,115000B,48000B",
+            "--budgets", "115000B,70000B",
             "-o", f"{workers}.csv", "--workers", workers, "--plans", f"plans{workers}",
         ]  # fmt: skip
         assert main(words) == 0
     assert (work / "1.csv").read_bytes() == (work / "2.csv").read_bytes()
     files = sorted(path.name for path in (work / "plans1").glob("*.json"))
     assert files == sorted(path.name for path in (work / "plans2").glob("*.json"))
-    assert len(files) == 10, "the larger model does not fit into the smallest budget"
+    assert len(files) == 8
     for name in files:
         assert (work / "plans1" / name).read_bytes() == (work / "plans2" / name).read_bytes(), name
-    planned = [row for row in rows(work / "1.csv") if row["status"] != "INFEASIBLE"]
+    planned = rows(work / "1.csv")
     assert {"anew", "micro"} <= {name.partition(":")[0] for row in planned for name in row["rewrites"].split()}
     for row in planned:
         # A plan is called proven only where its bound is met, recomputation and micro-batches included.
