@@ -42,6 +42,7 @@ BEGIN_TUPLES = 5000
 _WEIGHTS = {"contraction": 1.0, "conv": 3.5, "conv_grad_input": 3.5, "conv_grad_weight": 3.5, "pointwise": 0.7}
 _OTHER_WEIGHT, _MOVE_WEIGHT = 0.3, 3.0
 
+_LOG = logging.getLogger(__name__)
 _alone = False
 
 
@@ -109,9 +110,11 @@ def share_out(
     if len(parts) < 2:
         return
     own, *others = parts
+    helpers: list[subprocess.Popen[bytes]] = []
     with ThreadPoolExecutor(len(others)) as threads:
-        helpers = [_start() for _ in others]
         try:
+            for _ in others:
+                helpers.append(_start())
             # Written down first: while threads wait for helpers, this one prices, and what it remembers grows.
             told = [pickle.dumps((pricer.costs, list(part))) for part in others]
             answers = [threads.submit(_told, h, what) for h, what in zip(helpers, told, strict=True)]
@@ -121,6 +124,8 @@ def share_out(
                     progress("pricing kernels", 0.6 * (done + 1) / len(own))
             for part, answer in zip(others, answers, strict=True):
                 _enter(pricer, part, answer)
+        except OSError as error:
+            _LOG.warning("no helper that prices kernels can be started (%s): going on without", error)
         finally:
             for helper in helpers:
                 helper.kill()
@@ -192,7 +197,7 @@ def _enter(pricer: Pricer, part: Sequence[_Group], answer: Future[list[_Found]])
     try:
         found = answer.result()
     except (EOFError, OSError, pickle.PickleError, AttributeError, TypeError) as error:
-        logging.getLogger(__name__).warning("a helper that prices kernels failed (%s): going on without it", error)
+        _LOG.warning("a helper that prices kernels failed (%s): going on without it", error)
         for group in part:
             group.answer(pricer)
         return

@@ -191,6 +191,23 @@ def test_a_helper_that_fails_is_announced_and_its_part_priced_here(
     assert len(helpers) == len([r for r in caplog.records if "a helper that prices kernels failed" in r.message]) == 2
 
 
+def test_where_no_process_can_be_started_one_prices_all(
+    step: TrainingGraph,
+    helpers: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse() -> subprocess.Popen[bytes]:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    costs = CostModel(load("generic-cpu"))
+    with pricing_apart.in_one_process():
+        expected = tabulate(step, costs)
+    monkeypatch.setattr(pricing_apart, "_start", refuse)
+    assert tabulate(step, costs).problem == expected.problem
+    assert "no helper that prices kernels can be started" in caplog.text
+
+
 def test_no_helper_outlives_a_pricing_that_is_broken_off(
     step: TrainingGraph, helpers: list[subprocess.Popen[bytes]]
 ) -> None:
