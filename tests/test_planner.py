@@ -14,7 +14,7 @@ from costmodel.cost import Cost
 from kernels.spec import DeviceLimits, Kernel, op_spec
 from kernels.variants import kernels_for
 from layoutopt import plan as plans
-from layoutopt import strategies
+from layoutopt import planner, strategies
 from layoutopt.candidates import Rules, candidates
 from layoutopt.errors import DeviceError, GraphError, InfeasibleError, LayoutOptError
 from layoutopt.graph import Expr, Op, Operand, Tensor, TrainingGraph
@@ -429,3 +429,18 @@ def test_equal_ops_do_not_share_memory(mixed: Plan, graph: TrainingGraph) -> Non
                 slot = slots[f"{graph.storage_of[operand.tensor]}#{position}"]
                 assert slot.first <= steps[0]
                 assert slot.last >= steps[-1]
+
+
+def test_beside_a_faster_graph_that_does_not_fit_nothing_is_proven(
+    by_strategy: dict[str, Plan], tables: Tables
+) -> None:
+    """The plan that fits is proven among the layouts of its own graph only."""
+    own = by_strategy["ilp"]
+    assert own.solver.status == "OPTIMAL"
+    slower = planner.assign(tables, "ilp")
+    faster = replace(slower, bound_ns=slower.bound_ns // 2)
+    _, told = planner._beside((tables, own), [(tables, faster), (tables, slower)])
+    assert (told.solver.status, told.solver.bound_ns) == ("FEASIBLE", faster.bound_ns)
+    assert told.solver.gap == pytest.approx(0.5, abs=1e-6)
+    assert planner._beside((tables, own), [(tables, slower)])[1] == own
+    assert planner._beside((tables, own), [])[1] == own
