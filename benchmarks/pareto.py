@@ -36,6 +36,7 @@ from layoutopt.plan import Plan
 from layoutopt.show import table
 
 MODELS = ("vit-tiny", "minilm@64x128", "gpt2/4@16x128")
+SHARES = (0.8, 0.68, 0.5)
 MIB = 1 << 20
 STEPS, ROUNDS = 3, 7
 
@@ -54,6 +55,7 @@ def at_half(graph: TrainingGraph, points: tuple[Point, ...]) -> dict[str, Any]:
         "whole_bytes": whole,
         "resident_bytes": held,
         "least_bytes": points[-1].arena_bytes,
+        "slowdown_within": {share: slowdown_within(points, whole * share) for share in SHARES},
         "slowdown_at_half": slowdown_within(points, whole / 2),
         "least_slowdown_at_half": fitting[0].bound_ns / points[0].objective_ns if fitting else None,
         "slowdown_at_half_of_activations": slowdown_within(points, beyond),
@@ -149,7 +151,7 @@ def main() -> int:
         for number, name in enumerate(args.models):
             graph = reduced_graph(name)
             began = time.perf_counter()
-            points = pareto(graph, costs, args.strategy, args.time_limit, most=args.most)
+            points = pareto(graph, costs, args.strategy, args.time_limit, most=args.most, shares=SHARES)
             seconds = time.perf_counter() - began
             found, shown = at_half(graph, points), rows(points)
             show(name, found, shown, seconds)

@@ -48,6 +48,7 @@ __all__ = [
     "Tried",
     "alike",
     "cuts",
+    "fastest_within",
     "fit",
     "fullest",
     "further",
@@ -272,14 +273,14 @@ def fit(
     """
     planned = Planned(graph, makers)
     ranked = options(graph, [*tried, *further(smaller, tried, makers)])
-    found = _fastest(planned, ranked, limit_bytes, None)
+    found = fastest_within(planned, ranked, limit_bytes, None)
     refused = ""
     if found is None or found[0][1].solver.objective_ns > min(a.cost_ns for _, a in tried) * (1 + _WORTH):
         try:
             cut = _cut_options(graph, list(further(parts(), tried, makers)))
         except GraphError as reason:
             cut, refused = [], f"; {reason}"
-        found = _fastest(planned, cut, limit_bytes, found)
+        found = fastest_within(planned, cut, limit_bytes, found)
         ranked = [*ranked, *cut]
     if found is None:
         found = _least(planned, ranked)
@@ -300,8 +301,15 @@ def fit(
 _Found = tuple[tuple[Tables, Plan], Option]
 
 
-def _fastest(planned: Planned, ranked: Sequence[Option], limit_bytes: int, found: _Found | None) -> _Found | None:
-    """The fastest plan that fits, and its option: of some options, or what was found before."""
+def fastest_within(planned: Planned, ranked: Sequence[Option], limit_bytes: int, found: _Found | None) -> _Found | None:
+    """The fastest plan that fits, and its option: of some options and what else takes least within as much.
+
+    Args:
+        planned: remembers plans.
+        ranked: options, by ``rank``.
+        limit_bytes: of the arena.
+        found: a plan to be beaten.
+    """
     pending = sorted([*ranked, *within(ranked, limit_bytes)], key=rank)
     while pending:
         option = pending.pop(0)
@@ -350,7 +358,7 @@ def _least(planned: Planned, ranked: Sequence[Option]) -> _Found | None:
         if least is None:
             return None
     while least is not None:
-        less = _fastest(planned, ranked, int(least[0][1].arena_bytes * _STEP), None)
+        less = fastest_within(planned, ranked, int(least[0][1].arena_bytes * _STEP), None)
         if less is None:
             break
         least = less

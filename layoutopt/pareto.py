@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from layoutopt.pricing import Tables
     from layoutopt.problem import Assignment
 
-__all__ = ["HEAD", "Point", "cells", "draw", "pareto", "rows", "slowdown_within", "undominated"]
+__all__ = ["HEAD", "SHARES", "Point", "cells", "draw", "pareto", "rows", "slowdown_within", "undominated"]
 
 _WORTH = 0.005
 """Part of a plan's memory that a slower one must save."""
+SHARES = (0.75, 0.5)
+"""Of the fastest plan's memory: there the frontier is as good as is known."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ def pareto(
     *,
     storage: str = "fp32",
     most: int = 12,
+    shares: Sequence[float] = SHARES,
 ) -> tuple[Point, ...]:
     """Plans of less and less memory, the fastest first.
 
@@ -73,11 +76,12 @@ def pareto(
         progress: told what is going on.
         storage: how numbers lie in memory.
         most: choices of recomputation that are planned, a rewritten graph.
+        shares: of the fastest plan's memory, within which the fastest plan is looked for besides.
 
     Raises:
         InfeasibleError, DeviceError: there is no plan at all.
     """
-    from layoutopt.budget import Planned, further
+    from layoutopt.budget import Planned, fastest_within, further
     from layoutopt.options import bound_within, faster, options
     from layoutopt.rewrites import alternatives
 
@@ -104,6 +108,10 @@ def pareto(
             found += [_point(*pair) for pair in planned.plans(faster(option))]
     if not found:
         raise InfeasibleError(f"graph {graph.name!r} has no plan that fits device {costs.name!r}: use a smaller batch")
+    whole = min(found, key=lambda p: p.objective_ns).arena_bytes
+    for share in shares:
+        fastest = fastest_within(planned, ranked, int(whole * share), None)
+        found += [_point(*fastest[0])] if fastest is not None else []
     kept = undominated(found)
     if not makers.exact:
         return kept
