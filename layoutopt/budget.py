@@ -324,7 +324,8 @@ def fastest_within(planned: Planned, ranked: Sequence[Option], limit_bytes: int,
                 if found is None or pair[1].solver.objective_ns < found[0][1].solver.objective_ns:
                     found = pair, option
                 break
-        again = tighter(option, min(over), limit_bytes) if over and over[-1] > 0 else None
+        # A lean plan may fit and take much longer: layouts with padding get another chance within less.
+        again = tighter(option, over[0], limit_bytes) if over and over[0] > 0 else None
         if again is not None:
             insort(pending, again, key=rank)
     return found

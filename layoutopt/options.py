@@ -125,13 +125,11 @@ def within(ranked: Sequence[Option], limit_bytes: int) -> list[Option]:
 
 def tighter(option: Option, over_bytes: int, limit_bytes: int) -> Option | None:
     """An option whose plan was too large, within that much less; None where that leads nowhere."""
-    aim = option.aim_bytes - max(over_bytes, 1)
+    aim = min(option.aim_bytes, option.recomputation.peak_bytes) - max(over_bytes, 1)
     if option.choices is None or not option.aim_bytes or aim < _LEAST * limit_bytes:
         return None
     found = option.choices.within(aim)
-    if found is None or found == option.recomputation:
-        return None
-    return option.instead(found, aim)
+    return None if found is None else option.instead(found, aim)
 
 
 def faster(option: Option) -> Option:
