@@ -38,7 +38,9 @@ MOST_PROCESSES = 4
 WORTH_TUPLES = 8000
 """Tuples (of a contraction; others weigh less) that a process should have to price: a second or two."""
 BEGIN_TUPLES = 5000
-"""What a helper could have priced while it begins, and while what it found is read."""
+HELPER_SHARE = 1.25
+"""What a helper could have priced while it begins, and by how much longer it takes for the rest: it works out anew what
+this process knows, and writes down what it finds."""
 _WEIGHTS = {"contraction": 1.0, "conv": 3.5, "conv_grad_input": 3.5, "conv_grad_weight": 3.5, "pointwise": 0.7}
 _OTHER_WEIGHT, _MOVE_WEIGHT = 0.3, 3.0
 
@@ -164,7 +166,7 @@ def _parts(groups: Sequence[_Group], most: int) -> list[list[_Group]]:
     for key in sorted(alike, key=lambda key: -weights[key]):
         least = loads.index(min(loads))
         parts[least] += alike[key]
-        loads[least] += weights[key]
+        loads[least] += weights[key] * (HELPER_SHARE if least else 1.0)
     return parts
 
 
