@@ -27,7 +27,7 @@ __all__ = ["Option", "Tried", "bound_within", "faster", "options", "rank", "tigh
 
 _MOST_CHOICES = 16
 """Choices of recomputation that are planned for a graph at most."""
-_LEAST = 0.8
+_LEAST = 0.9
 """Choices are not asked for within less than this part of the memory there is."""
 _BOUND_EFFORT = 12, 500
 """Rounds and nodes for the bound of a graph."""
