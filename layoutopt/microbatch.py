@@ -76,9 +76,7 @@ def in_micro_batches(graph: TrainingGraph, count: int) -> TrainingGraph:
     if count == 1:
         return graph
     if micro_batches(graph) > 1:
-        raise GraphError(
-            f"a step of graph {graph.name!r} runs {in_words(graph)} already: cut the whole batch instead"
-        )
+        raise GraphError(f"a step of graph {graph.name!r} runs {in_words(graph)} already: cut the whole batch instead")
     if "rewritten" in graph.meta:
         raise GraphError(f"graph {graph.name!r} is not as captured: cut it into micro-batches before other rewrites")
     batch = samples(graph)
@@ -122,11 +120,20 @@ def batch_axes(graph: TrainingGraph) -> dict[str, int]:
 
     It is what was said at capture (``meta["batch_axes"]``); else the first axis of all inputs whose first extent is the
     most common one.
+
+    Raises:
+        GraphError: an input has not the axis that was said.
     """
     inputs = {t.name: t.shape for t in graph.by_role("input") if t.shape}
     known = graph.meta.get(AXES)
     if known is not None:
-        return {name: int(axis) for name, axis in known.items() if name in inputs}
+        axes = {name: int(axis) for name, axis in known.items() if name in inputs}
+        for name, axis in axes.items():
+            if not 0 <= axis < len(inputs[name]):
+                raise GraphError(
+                    f"batch axis {axis} of input {name!r}, which has the shape {inputs[name]}: expected one of its axes"
+                )
+        return axes
     return leading_axes(inputs)
 
 

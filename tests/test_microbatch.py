@@ -213,13 +213,25 @@ def with_loss(fn: str) -> TrainingGraph:
         (lambda: in_micro_batches(whole(4), 2), 2, "runs 2 micro-batches of 2 samples already"),
         (lambda: with_loss("max"), 2, "the loss of graph 'attention step' is made by reduce max: micro-batches need"),
         (lambda: changed(whole(2), meta={"batch_axes": {}}), 2, "takes one sample"),
+        (lambda: changed(whole(2), meta={"batch_axes": {"labels": 5}}), 2, "batch axis 5 of input 'labels'"),
         (
             lambda: whole(2).with_ops([op for op in whole(2).ops if op.phase in ("forward", "loss")]),
             2,
             "has no gradients to add up",
         ),
     ],
-    ids=["none", "not equal", "too many", "one sample", "rewritten", "twice", "max", "no samples", "no gradients"],
+    ids=[
+        "none",
+        "not equal",
+        "too many",
+        "one sample",
+        "rewritten",
+        "twice",
+        "max",
+        "no samples",
+        "no axis",
+        "no gradients",
+    ],
 )
 def test_refused(graph: Callable[[], TrainingGraph], count: int, says: str) -> None:
     with pytest.raises(GraphError, match=says):
