@@ -2,25 +2,30 @@
 
     python benchmarks/solver.py [--graph NAME_OR_FILE]... [--device-model NAME_OR_FILE]... [--time-limit S]
                                 [--rounds N] [--only TEXT] [--json FILE] [--smoke]
+    python benchmarks/solver.py --table [--plain S] [--deep BLOCKS] [the same]
 
 An instance is a graph's priced layout assignment problem on a device model. Every configuration solves every instance,
 one configuration after another within a round, so that what disturbs the machine disturbs all of them; medians are
 shown. *Booleans* are the variables of the integer program: primaries, choices and relayouts that are still possible
 after the configuration's reductions and before HiGHS, or 0 where tables closed the problem. All configurations that say
 OPTIMAL must agree on the optimum, or the benchmark fails. ``--smoke`` runs one made-up instance once.
+
+``--table`` gives a row per model and device model instead: all reductions, beside the plain integer program with as
+many seconds as ``--plain`` allows. Instances are of the graph as planning rewrites it, every alternative. *CPU s* is
+the processor time of a solve: on a machine that does much else besides, it says more than the time by the clock. *plain
+/ this* is their ratio, behind a ">" where the plain program did not finish. ``--deep`` adds a made-up graph of so many
+equal blocks of seven ops, forward and backward, each reading the same mask.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import platform
 import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -29,22 +34,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.recording import Record
 from layoutopt.errors import LayoutOptError
 from layoutopt.exact import remaining
-from layoutopt.files import write_atomic
 from layoutopt.layout import Layout
 from layoutopt.problem import Assignment, Choice, OpNode, Problem, StorageNode
 from layoutopt.reduce import Domain, consistent, reduce
 from layoutopt.solve import Reductions, heuristics, solve
 from layoutopt.states import network
 
+NONE = Reductions.none()
 CONFIGURATIONS = {
-    "plain HiGHS": Reductions.none(),
-    "dominance": Reductions(True, False, False, False),
-    "dominance, chains": Reductions(True, False, False, True),
-    "dominance, sweeps": Reductions(True, True, False, False),
-    "dominance, elimination": Reductions(True, False, True, False),
-    "sweeps, elimination": Reductions(False, True, True, False),
+    "plain HiGHS": NONE,
+    "dominance": replace(NONE, dominance=True),
+    "dominance, chains": replace(NONE, dominance=True, chains=True),
+    "dominance, sweeps": replace(NONE, dominance=True, sweeps=True),
+    "dominance, elimination": replace(NONE, dominance=True, elimination=True),
+    "sweeps, elimination": replace(NONE, sweeps=True, elimination=True),
+    "all but dives": replace(Reductions(), dives=False),
+    "all but condensing": replace(Reductions(), condensing=False),
+    "all but chains": replace(Reductions(), chains=False),
     "all": Reductions(),
 }
 
@@ -127,6 +136,101 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return out
 
 
+def compare(name: str, device: str, problem: Problem, limit_s: float, plain_s: float) -> dict[str, Any]:
+    """All reductions beside the plain program, once each."""
+    known = heuristics(problem)
+    timed = {}
+    for label, switches, seconds in (("all", Reductions(), limit_s), ("plain", NONE, plain_s)):
+        began, busy = time.perf_counter(), time.process_time()
+        found = solve(problem, seconds, known, switches)
+        timed[label] = found, time.perf_counter() - began, time.process_time() - busy
+    (found, wall_s, cpu_s), (plain, plain_wall_s, plain_cpu_s) = timed["all"], timed["plain"]
+    if {found.status, plain.status} == {"OPTIMAL"} and found.cost_ns != plain.cost_ns:
+        raise LayoutOptError(f"{name} on {device}: {found.cost_ns} ns with reductions, {plain.cost_ns} ns without")
+    return {
+        **{"model": name, "device_model": device, "ops": len(problem.ops), "storages": len(problem.storages)},
+        "candidates": sum(len(node.candidates) for node in problem.storages),
+        "booleans": booleans(problem, consistent(problem)),
+        "booleans_left": left_for_highs(problem, Reductions(), known, found),
+        **{"seconds": wall_s, "cpu_s": cpu_s, "status": found.status, "gap": gap_of(found), "method": found.method},
+        **{"cost_ns": found.cost_ns, "bound_ns": found.bound_ns},
+        **{"plain_seconds": plain_wall_s, "plain_cpu_s": plain_cpu_s, "plain_status": plain.status},
+        **{"plain_cost_ns": plain.cost_ns, "plain_bound_ns": plain.bound_ns, "plain_gap": gap_of(plain)},
+    }
+
+
+def gap_of(found: Assignment) -> float:
+    """How far the cost may be above the optimum, as a part of it."""
+    return (found.cost_ns - found.bound_ns) / found.cost_ns
+
+
+def comparison(rows: list[dict[str, Any]]) -> Table:
+    """For people: a row per instance."""
+    out = Table()
+    for column in ("model", "device model"):
+        out.add_column(column, overflow="fold")
+    for column in ("ops", "storages", "candidates", "booleans", "left", "CPU s", "s", "status", "gap", "plain / this"):
+        out.add_column(column, justify="right")
+    for row in rows:
+        unfinished = "" if row["plain_status"] == "OPTIMAL" else "> "
+        counts = [f"{row[key]:,}" for key in ("ops", "storages", "candidates", "booleans", "booleans_left")]
+        ratio = f"{unfinished}{row['plain_cpu_s'] / row['cpu_s']:.1f} (gap {100 * row['plain_gap']:.2g}%)"
+        times = [f"{row['cpu_s']:.1f}", f"{row['seconds']:.1f}"]
+        gap = f"{100 * row['gap']:.2g}%"
+        out.add_row(row["model"], row["device_model"], *counts, *times, row["status"], gap, ratio)
+    return out
+
+
+def deep_problem(blocks: int) -> Problem:
+    """Equal blocks, forward and backward: a product, an activation and a sum that skips them, then their gradients."""
+    draw = random.Random(3)
+    shape = (32, 48)
+    layouts = (
+        *(Layout.row_major(shape), Layout.row_major(shape, (1, 0)), Layout.r_tile(shape, 4, 4)),
+        *(Layout.r_tile(shape, 8, 8), Layout.r_tile(shape, 16, 4)),
+    )
+    sizes = tuple(4 * layout.size_elems for layout in layouts)
+    nodes: list[StorageNode] = []
+    ops: list[OpNode] = []
+
+    def storage(name: str, persistent: bool = False, primary: int = -1) -> int:
+        nodes.append(StorageNode(name, layouts, sizes, persistent, primary))
+        return len(nodes) - 1
+
+    def choices(arity: int, tie: bool = False) -> tuple[Choice, ...]:
+        rows = [t for t in itertools.product(range(len(layouts)), repeat=arity) if not tie or t[0] == t[2]]
+        return tuple(Choice(t, draw.randint(5_000, 15_000), "v") for t in rows if not any(t) or draw.random() < 0.6)
+
+    kinds = {"mul": choices(4), "act": choices(2), "add": choices(3), "grad": choices(3), "update": choices(3, True)}
+
+    def op(kind: str, name: str, *operands: int) -> None:
+        ops.append(OpNode(name, operands, len(operands) - 1, kinds[kind]))
+
+    mask, x = storage("mask", primary=0), storage("x", primary=0)
+    kept = []
+    for b in range(blocks):
+        w, h, a, y = storage(f"w{b}", True), storage(f"h{b}"), storage(f"a{b}"), storage(f"x{b}")
+        op("mul", f"mul{b}", x, w, mask, h)
+        op("act", f"act{b}", h, a)
+        op("add", f"add{b}", a, x, y)
+        kept.append((x, w, h))
+        x = y
+    g = storage("loss")
+    op("act", "loss", x, g)
+    for b, (x, w, h) in reversed(list(enumerate(kept))):
+        dh, dw, dx = storage(f"dh{b}"), storage(f"dw{b}"), storage(f"dx{b}")
+        op("grad", f"dact{b}", g, h, dh)
+        op("grad", f"dw{b}", dh, x, dw)
+        op("grad", f"dx{b}", dh, w, dx)
+        op("update", f"update{b}", w, dw, w)
+        g = dx
+    prices = {pair: draw.randint(2_000, 8_000) for pair in itertools.permutations(range(len(layouts)), 2)}
+    relayouts = {
+        (s, *pair): price for s, n in enumerate(nodes) for pair, price in prices.items() if n.primary in (-1, pair[0])
+    }
+    return Problem(tuple(nodes), tuple(ops), relayouts)
+
+
 def smoke_problem() -> Problem:
     """A small chain with a shared input and random prices."""
     draw = random.Random(1)
@@ -145,21 +249,32 @@ def smoke_problem() -> Problem:
     return Problem(tuple(nodes), tuple(ops), {pair: draw.randint(1, 30) for pair in pairs})
 
 
-def instances(args: argparse.Namespace) -> Iterator[tuple[str, Problem]]:
-    """Names and problems, priced as they are asked for."""
+def instances(args: argparse.Namespace) -> Iterator[tuple[str, str, Problem]]:
+    """Names, device models and problems, priced as they are asked for."""
     if args.smoke:
-        yield "smoke", smoke_problem()
+        yield "smoke", "none", smoke_problem()
         return
+    if args.deep:
+        problem = deep_problem(args.deep)
+        yield f"made up, {args.deep} blocks", "none", problem
     from costmodel.device import load
     from costmodel.model import CostModel
     from layoutopt.models import find_graph
     from layoutopt.planner import tabulate
+    from layoutopt.pricing import Pricer
+    from layoutopt.rewrites import alternatives
 
-    for name in args.graph or ["vit-digits", "bert-large"]:
+    for name in args.graph or ([] if args.deep else ["vit-digits", "bert-large"]):
         graph = find_graph(name)
         for device in args.device_model or ["generic-cpu"]:
             costs = CostModel(load(device))
-            yield f"{graph.name} on {costs.name}", tabulate(graph, costs).problem
+            if not args.table:
+                yield graph.name, costs.name, tabulate(graph, costs).problem
+                continue
+            pricer = Pricer(costs)
+            for i, candidate in enumerate(alternatives(graph)):
+                label = graph.name + (f" ({i + 1})" if i else "")
+                yield label, costs.name, tabulate(candidate, costs, pricer=pricer).problem
 
 
 def main() -> int:
@@ -170,26 +285,33 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--only", default="", help="only configurations whose name contains this")
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--table", action="store_true", help="a row per instance: all reductions beside none")
+    parser.add_argument("--plain", type=float, default=60.0, help="seconds for the plain program, with --table")
+    parser.add_argument("--deep", type=int, default=0, metavar="BLOCKS", help="a made-up graph of so many blocks")
     parser.add_argument("--smoke", action="store_true", help="tiny and untimed")
     args = parser.parse_args()
     if args.rounds < 1 or args.time_limit <= 0 or not any(args.only in label for label in CONFIGURATIONS):
         print("solver: --rounds and --time-limit must be positive, --only part of a configuration", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    versions = {package: version(package) for package in ("numpy", "numba", "ortools")}
     try:
+        record = Record(args.json, "solver", versions=versions, time_limit_s=args.time_limit, plain_s=args.plain)
         # Compiled before the clock starts, as an installed package is after its first plan.
         solve(smoke_problem())
-        for name, problem in instances(args):
-            measured = list(measure(name, problem, args.time_limit, args.rounds, args.only))
-            rows += measured
-            if not args.smoke:
-                console.print(table(measured))
-        if args.json:
-            versions = {p: version(p) for p in ("numpy", "numba", "ortools")} | {"python": platform.python_version()}
-            machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-            record = {"benchmark": "solver", "machine": machine, "versions": versions, "rows": rows}
-            write_atomic(args.json, json.dumps(record, indent=1) + "\n")
+        for name, device, problem in instances(args):
+            if args.table or args.smoke:
+                rows.append(compare(name, device, problem, args.time_limit, args.plain))
+                print(f"{name} on {device}: {rows[-1]['status']}", file=sys.stderr, flush=True)
+            if not args.table:
+                measured = list(measure(f"{name} on {device}", problem, args.time_limit, args.rounds, args.only))
+                rows += measured
+                if not args.smoke:
+                    console.print(table(measured))
+            record.write({"rows": rows})
+        if args.table:
+            console.print(comparison(rows))
     except LayoutOptError as error:
         print(f"solver: {error}", file=sys.stderr)
         return 2

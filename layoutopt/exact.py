@@ -5,33 +5,47 @@ budget. Sweeps within so small a budget leave few values, and elimination on the
 proves that there is nothing within the budget, which is a better bound. Then the budget doubles, up to the best
 assignment known less one nanosecond. Ties and near ties can make tables too wide even so. Then elimination keeps the
 cheapest rows: what it finds is an assignment, often the best, and everything below it can still be refuted.
+
+Two things come before that. A *dive* looks for a good assignment where sweeps have left little to choose: among rows
+that cost little each, by a beam search from block to block. And tables are *condensed*: what can be eliminated without
+making them large is, so that the budgets that follow begin with fewer of them, and with a better bound.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from layoutopt.factors import Factor
+from layoutopt.grouping import ranks
 from layoutopt.interrupts import overdue
 from layoutopt.reduce import Domain
 from layoutopt.states import SCALE, Network
 from layoutopt.sweeps import Prepared, sweep
-from layoutopt.treewidth import Answer, Limits, OutOfTimeError, eliminate
+from layoutopt.treewidth import Answer, Condensed, Limits, OutOfTimeError, condense, eliminate
 
-__all__ = ["Outcome", "remaining", "search"]
+__all__ = ["Outcome", "Tactics", "remaining", "search"]
 
-_FIRST_ROUNDS = 200
+_STAGES = ((10, True), (40, True), (150, False))
+"""Rounds of sweeps at first, and whether a dive follows: before costs are where they belong none helps."""
 _ROUNDS = 50
-_FIRST_ROWS = 1 << 14
-_ROWS_GROWTH = 8
-"""Rows of a table at first, and how the number grows where these led nowhere."""
+"""Of sweeps later on."""
+_FIRST_ROWS, _LAST_ROWS, _MOST_ROWS = 1 << 10, 1 << 14, 1 << 17
+"""Rows of a table when condensing begins and ends, and in elimination, if the caller allows as many."""
+_SMALL = 1 << 6
+"""Rows with which condensing within a guess begins."""
+_ROWS_GROWTH = 4
+_PARTS = 8
+"""The first guess above a bound is this part of what lies between it and what is to be reached."""
 _LEAP = 6
 """A step after an elimination is so many times the last; twice once that was too much."""
-_FAILURES = 8
-"""Eliminations with as many rows as allowed that may lead nowhere before the rest is left to HiGHS."""
-_FINE = 64
-"""The first step above a bound is this part of what lies between it and what is to be reached."""
+_FAILURES = 3
+"""Eliminations that may lead nowhere before the rest is left to HiGHS."""
+_SHALLOW, _DEPTHS = 10, 8
+"""A dive begins with rows that cost up to 2 ** -_SHALLOW of the gap, and doubles that so many times."""
+_DIVE_ROUNDS, _DIVE_ROWS, _GROUP = 3, 1 << 13, 200
+"""Sweeps before a dive's beam search, its width in rows, and the tables in a group along its path."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +65,31 @@ class Outcome:
     closed: bool
 
 
-def search(network: Network, best_ns: int, limits: Limits, sweeps: bool = True, elimination: bool = True) -> Outcome:
+@dataclass(frozen=True)
+class Tactics:
+    """What the search may use; switches, for the ablation. Dives and condensing need sweeps."""
+
+    sweeps: bool = True
+    dives: bool = True
+    condensing: bool = True
+    elimination: bool = True
+
+
+_ALL = Tactics()
+
+
+def search(network: Network, best_ns: int, limits: Limits, tactics: Tactics = _ALL) -> Outcome:
     """Close the gap below ``best_ns``, as far as time and width allow.
 
     Args:
         network: the tables.
         best_ns: only cheaper assignments are looked for; of a known one, or beyond any.
         limits: rows of a table, and when to stop.
-        sweeps: a switch, for the ablation.
-        elimination: likewise.
+        tactics: all by default.
     """
     work = _Search(network, best_ns, limits)
     with suppress(OutOfTimeError):
-        work.run(sweeps, elimination)
+        work.run(tactics)
     return Outcome(work.bound_ns, work.cost_ns, work.values, work.closed)
 
 
@@ -89,12 +115,12 @@ def remaining(network: Network, best_ns: int) -> Domain | None:
 
 @dataclass(frozen=True)
 class _Base:
-    """Tables after sweeps: what they leave out is paid already, and settled; good for budgets up to ``top``."""
+    """Tables that are left, what is paid beside them, and the way back; good for budgets up to ``top``."""
 
     factors: list[Factor]
     paid: int
-    settled: dict[int, int]
     top: int
+    trail: tuple[Condensed, ...] = ()
     _prepared: list[Prepared] = field(default_factory=list, compare=False, repr=False)
 
     def prepared(self, sizes: tuple[int, ...]) -> Prepared:
@@ -102,6 +128,17 @@ class _Base:
         if not self._prepared:
             self._prepared.append(Prepared(self.factors, sizes))
         return self._prepared[0]
+
+    def after(self, made: Condensed, top: int) -> _Base:
+        """What is left after one more step."""
+        return _Base(made.factors, self.paid + made.constant, top, (*self.trail, made))
+
+    def complete(self, values: Sequence[int]) -> tuple[int, ...]:
+        """All values, from those of the variables that are left."""
+        out = tuple(values)
+        for made in reversed(self.trail):
+            out = made.complete(out)
+        return out
 
 
 class _Search:
@@ -124,52 +161,124 @@ class _Search:
         """Whether nothing cheaper than ``high`` is left."""
         return self.low >= self.high - SCALE
 
-    def run(self, sweeps: bool, elimination: bool) -> None:
+    @property
+    def most(self) -> int:
+        """The largest cost that is still of interest."""
+        return self.high - SCALE
+
+    def run(self, tactics: Tactics) -> None:
         """Until closed, or too wide."""
         self._in_time()
-        whole = _Base(list(self.network.factors), 0, {}, self.high)
-        if sweeps:
-            swept = self._sweep(whole, self.high - SCALE, _FIRST_ROUNDS)
-            if swept is None:
-                return
-            whole = swept
-        if not elimination:
+        base: _Base | None = _Base(list(self.network.factors), 0, self.high)
+        assert base is not None
+        if not tactics.sweeps:
+            if tactics.elimination:
+                self._plain(base)
             return
-        base, fresh = whole, False
-        step = max(SCALE, (self.high - self.low) // _FINE) if sweeps else self.high - self.low
-        rows, failed, leap = min(_FIRST_ROWS, self.limits.rows), 0, _LEAP
+        for rounds, dives in _STAGES:
+            base = self._sweep(base, self.most, rounds)
+            if base is None or not base.factors:
+                self.low = max(self.low, self.most)  # what is left is the best, and found
+                return
+            if tactics.dives and dives:
+                self._dive(base)
+            if self.closed:
+                return
+        if tactics.condensing:
+            base = self._narrow(base, tactics)
+        if tactics.elimination and base is not None and not self.closed:
+            self._guess(base)
+
+    def _plain(self, base: _Base) -> None:
+        """Elimination alone."""
+        answer = eliminate(base.factors, self.network.sizes, self.most, self.limits)
+        self._take(answer, base)
+        if answer.exact:
+            self.low = self.most
+
+    def _narrow(self, base: _Base, tactics: Tactics) -> _Base | None:
+        """Condense with larger and larger tables; at each size find or refute what lies close above the bound.
+
+        The guess of how close begins small and doubles, since a small budget leaves small tables.
+        """
+        rows = min(_FIRST_ROWS, self.limits.rows)
         while not self.closed:
-            self._in_time()
-            top = min(self.low + step, self.high - SCALE)
-            if top > base.top:
-                base, fresh = whole, False
-            within = base
-            if sweeps:
-                swept = self._sweep(base, top, _ROUNDS)
-                if swept is None:
-                    step *= 2
-                    continue
-                if not fresh:
-                    # Here it gets hard: from now on start from costs that were swept for budgets of this size.
-                    wider = self._sweep(base, min(self.low + 4 * (top - self.low), self.high - SCALE), _FIRST_ROUNDS)
-                    if wider is not None:
-                        base, fresh = wider, True
-                        step = max(SCALE, (top - self.low) // _FINE)
-                    continue
-                within = swept
+            whole = self._condense(base, self.most, rows)
+            if whole is None or not whole.factors:
+                self.low = max(self.low, self.most)
+                return None
+            base = whole
+            step = max((self.most - self.low) // _PARTS, SCALE)
+            while not self.closed:
+                top = min(self.low + step, self.most)
+                if self._is_wide(base, top, rows, tactics.dives):
+                    break
+                step *= 2
+            if rows >= min(_LAST_ROWS, self.limits.rows):
+                break
+            rows = min(rows * _ROWS_GROWTH, self.limits.rows)
+        return base
+
+    def _is_wide(self, base: _Base, top: int, rows: int, dives: bool) -> bool:
+        """Find the best assignment up to ``top``, or refute that there is one; whether tables get too wide for that."""
+        left = self._sweep(base, top, _ROUNDS)
+        size = min(_SMALL, rows)
+        while left is not None and left.factors and size <= rows:
+            left = self._condense(left, top, size)
+            size *= _ROWS_GROWTH
+        if left is None:
+            return False
+        if not left.factors:
+            self.low = max(self.low, self.most)  # the best that there is was found
+            return False
+        if dives:
+            self._dive(left)
+        return not self.closed
+
+    def _guess(self, base: _Base) -> None:
+        """Elimination within growing budgets, which goes further than condensing: it keeps the cheapest rows."""
+        rows, failed, leap = min(self.limits.rows, _MOST_ROWS), 0, _LEAP
+        step = max(SCALE, (self.high - self.low) // _PARTS)
+        while not self.closed:
+            top = min(self.low + step, self.most)
+            left = self._sweep(base, top, _ROUNDS)
+            if left is None:
+                step *= 2
+                continue
             limits = Limits(rows, self.limits.deadline)
-            answer = eliminate(within.factors, self.network.sizes, top - within.paid, limits, _ROUNDS if sweeps else 0)
-            self._take(answer, within)
+            answer = eliminate(left.factors, self.network.sizes, top - left.paid, limits, _ROUNDS)
+            self._take(answer, left)
             if answer.exact:
-                self.low = top if answer.cost is None else self.high - SCALE
-                step = leap * (top - within.paid) + SCALE
-            elif answer.cost is None or not sweeps:
-                # Too much at once: a smaller step, and more rows.
-                failed, leap = failed + (rows >= self.limits.rows), 2
+                self.low = max(self.low, top if answer.cost is None else self.most)
+                step = leap * max(top - left.paid, 1)
+            elif answer.cost is None:
+                # Too much at once.
+                failed, leap = failed + 1, 2
                 if failed > _FAILURES:
                     return
                 step = max((top - self.low) // 3, 1)
-                rows = min(rows * _ROWS_GROWTH, self.limits.rows)
+
+    def _dive(self, base: _Base) -> None:
+        """Look for better assignments among rows that cost little each, however many: a beam search along a path."""
+        if not base.factors:
+            return
+        sizes = self.network.sizes
+        order = ranks(base.factors, len(sizes), _GROUP)
+        share = max((self.most - base.paid) >> _SHALLOW, 1)
+        for _ in range(_DEPTHS):
+            self._in_time()
+            kept = [table.costs <= share for table in base.factors]
+            share *= 2
+            if not all(mask.any() for mask in kept):
+                continue
+            few = [Factor(t.scope, t.rows[m], t.costs[m]) for t, m in zip(base.factors, kept, strict=True)]
+            left = self._settled(_Base(few, base.paid, self.most, base.trail), self.most, _DIVE_ROUNDS)
+            if left is not None:
+                limits = Limits(_DIVE_ROWS, self.limits.deadline)
+                answer = eliminate(left.factors, sizes, self.most - left.paid, limits, 0, order)
+                self._take(answer, left)
+                if answer.cost is not None and not answer.exact:
+                    return
 
     def _in_time(self) -> None:
         if overdue(self.limits.deadline):
@@ -177,22 +286,35 @@ class _Search:
 
     def _sweep(self, base: _Base, top: int, rounds: int) -> _Base | None:
         """Sweep within ``top``; None where that refutes it. Either way ``low`` says what is refuted."""
-        swept = sweep(
-            base.prepared(self.network.sizes), self.network.sizes, top - base.paid, rounds, self.limits.deadline
-        )
-        if swept is None:
+        self._in_time()
+        return self._known(self._settled(base, top, rounds), top)
+
+    def _known(self, left: _Base | None, top: int) -> _Base | None:
+        """Take note of what is refuted, and of an assignment where nothing is open."""
+        if left is None:
             self.low = max(self.low, top)
             return None
-        paid = base.paid + swept.constant
-        self.low = max(self.low, paid - 1)
-        return _Base(swept.factors, paid, base.settled | swept.settled, top)
+        self.low = max(self.low, left.paid - 1)
+        if not left.factors:
+            self._found(left.paid, left.complete([0] * len(self.network.sizes)))
+        return left
+
+    def _settled(self, base: _Base, top: int, rounds: int) -> _Base | None:
+        sizes = self.network.sizes
+        swept = sweep(base.prepared(sizes), sizes, top - base.paid, rounds, self.limits.deadline)
+        return None if swept is None else base.after(Condensed(swept.factors, swept.constant, swept.settled, ()), top)
+
+    def _condense(self, base: _Base, top: int, rows: int) -> _Base | None:
+        """Eliminate what keeps tables small, within ``top``; None where that refutes it."""
+        limits = Limits(rows, self.limits.deadline)
+        made = condense(base.factors, self.network.sizes, top - base.paid, limits, _ROUNDS)
+        return self._known(None if made is None else base.after(made, top), top)
 
     def _take(self, answer: Answer, base: _Base) -> None:
-        if answer.cost is None:
-            return
-        self.high = base.paid + answer.cost
-        self.cost_ns = (self.network.base + self.high) // SCALE
-        values = list(answer.values)
-        for v, value in base.settled.items():
-            values[v] = value
-        self.values = tuple(values)
+        if answer.cost is not None:
+            self._found(base.paid + answer.cost, base.complete(answer.values))
+
+    def _found(self, cost: int, values: tuple[int, ...]) -> None:
+        if cost < self.high:
+            self.high, self.values = cost, values
+            self.cost_ns = (self.network.base + cost) // SCALE

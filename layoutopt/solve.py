@@ -5,8 +5,12 @@ In order, each a switch of ``Reductions`` and none of them changing the optimum:
 1. *dominance* (``reduce``): choices that another one replaces at no loss are dropped;
 2. *sweeps* (``sweeps``): costs are moved between tables until their least costs make a bound; what lies above the best
    assignment known is dropped;
-3. *elimination* (``treewidth``, driven by ``exact``): dynamic programming over a tree decomposition of what is left;
-4. *chains* (``chains``): storages between two ops are merged away before HiGHS sees the rest.
+3. *dives* (``exact``, ``grouping``): between sweeps, a beam search along the blocks of the network looks for a better
+   assignment, since the closer one is known the more is dropped;
+4. *condensing* (``treewidth``): variables whose tables stay small are eliminated for good, and what is left is swept
+   again: larger tables see more at once, so the bound rises;
+5. *elimination* (``treewidth``, driven by ``exact``): dynamic programming over a tree decomposition of what is left;
+6. *chains* (``chains``): storages between two ops are merged away before HiGHS sees the rest.
 
 The integer program, for what is left when tables get too wide or when the search is switched off: ``p[s,l]`` storage s
 has primary l (one per storage); ``r[s,a,b]`` it is relaid out from a to b, at most ``p[s,a]``; ``x[o,c]`` op o takes
@@ -35,7 +39,7 @@ from layoutopt.chains import Merged, merge_chains, unmerged
 from layoutopt.check import check
 from layoutopt.conflict import explain
 from layoutopt.errors import InfeasibleError, LayoutOptError
-from layoutopt.exact import remaining, search
+from layoutopt.exact import Tactics, remaining, search
 from layoutopt.interrupts import StoppedError, interruptible, overdue, requested, searching
 from layoutopt.problem import Assignment, Problem
 from layoutopt.reduce import Domain, consistent, reduce
@@ -55,15 +59,19 @@ class Reductions:
 
     dominance: bool = True
     sweeps: bool = True
+    dives: bool = True
+    condensing: bool = True
     elimination: bool = True
     chains: bool = True
 
     @staticmethod
     def none() -> Reductions:
         """The plain integer program."""
-        return Reductions(False, False, False, False)
+        return Reductions(False, False, False, False, False, False)
 
 
+_MOST_FOR_HIGHS = 60_000
+"""Choices: of a larger program that tables could not close, HiGHS makes nothing in a minute."""
 _TOO_DEAR_NS = 1 << 46
 """Nineteen hours: scaled, sums of such costs would leave 64 bits, and HiGHS takes the problem alone."""
 
@@ -122,6 +130,8 @@ def _solve(
         raise explain(problem)
     if not closed and requested():
         method = f"{method}; interrupted"
+    elif not closed and left is not None and best is not None and _too_much(left, started + time_limit_s):
+        method = f"{method}; too wide for tables, too large for highs"
     elif not closed and left is not None:
         # At least a moment: HiGHS also says whether anything is possible at all.
         seconds = max(time_limit_s - (time.perf_counter() - started), 1e-3)
@@ -138,6 +148,11 @@ def _solve(
     out = Assignment(best.primary, best.copies, best.choice, best.cost_ns, status, bound, seconds, method)
     check(problem, out)
     return out
+
+
+def _too_much(left: Domain, deadline: float) -> bool:
+    """Whether HiGHS would not get anywhere: making its program takes long, and nothing so large was ever closed."""
+    return overdue(deadline) or sum(map(len, left.choices)) > _MOST_FOR_HIGHS
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,8 @@ def _on_tables(
         net = network(problem, domain, ceiling - base_ns)
     except TooManyStatesError:
         return _Tabled(None, base_ns, False, None), domain
-    outcome = search(net, ceiling, limits, switches.sweeps, switches.elimination)
+    tactics = Tactics(switches.sweeps, switches.dives, switches.condensing, switches.elimination)
+    outcome = search(net, ceiling, limits, tactics)
     found = None
     if outcome.cost_ns is not None:
         found = priced(problem, net.primaries(outcome.values), net.choices(outcome.values), "tables", "FEASIBLE")

@@ -28,7 +28,7 @@ from layoutopt.factors import Factor
 from layoutopt.interrupts import overdue
 from layoutopt.sweeps import sweep
 
-__all__ = ["Answer", "Limits", "OutOfTimeError", "eliminate"]
+__all__ = ["Answer", "Condensed", "Limits", "OutOfTimeError", "condense", "eliminate"]
 
 Ints = NDArray[np.int64]
 
@@ -42,6 +42,10 @@ class OutOfTimeError(Exception):
 _SWEEP_AT = 256
 """Estimated rows of the next table from which costs are swept again; grows by ``_SWEEP_GROWTH`` each time."""
 _SWEEP_GROWTH = 4
+_ATTEMPTED = 64
+"""Estimates are of the worst case: tables are joined up to so many times the rows allowed, to see."""
+_STALLED = 0.97
+"""Condensing goes on while sweeps leave a smaller part of the rows than this."""
 _HOPELESS = 1 << 60
 """Estimates beyond this are all the same."""
 
@@ -81,7 +85,14 @@ class _Step:
     value: NDArray[np.signedinteger]
 
 
-def eliminate(factors: Iterable[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int = 0) -> Answer:
+def eliminate(
+    factors: Iterable[Factor],
+    sizes: Sequence[int],
+    budget: int,
+    limits: Limits,
+    rounds: int = 0,
+    ranks: Sequence[int] | None = None,
+) -> Answer:
     """The least assignment that costs at most ``budget``.
 
     Args:
@@ -90,19 +101,85 @@ def eliminate(factors: Iterable[Factor], sizes: Sequence[int], budget: int, limi
         budget: what the assignment may cost.
         limits: of rows and time.
         rounds: of sweeps whenever tables have grown; 0 for plain elimination.
+        ranks: per variable, lower ones first; of equal ones that which makes the smallest table.
+
+    Raises:
+        OutOfTimeError: the deadline has passed.
+    """
+    work = _Elimination(list(factors), sizes, budget, limits, rounds, ranks)
+    found = work.run()
+    return Answer(work.exact, work.offset if found else None, tuple(work.values) if found else (), work.largest)
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """What eliminations left of tables, none of them larger than allowed, and the way back.
+
+    Attributes:
+        factors: over the variables that are left; empty where everything was eliminated.
+        constant: what every assignment pays beside them.
+        settled: the value of variables that have but one left.
+    """
+
+    factors: list[Factor]
+    constant: int
+    settled: dict[int, int]
+    _steps: tuple[_Step, ...]
+
+    def complete(self, values: Sequence[int]) -> tuple[int, ...]:
+        """All values, from those of the variables that are left."""
+        out = list(values)
+        for v, value in self.settled.items():
+            out[v] = value
+        _read_back(self._steps, out)
+        return tuple(out)
+
+
+def condense(
+    factors: Iterable[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int
+) -> Condensed | None:
+    """Eliminate what makes no table of more than ``limits.rows`` rows, sweeping in between; nothing is lost.
+
+    Args:
+        factors: tables without negative costs.
+        sizes: values per variable.
+        budget: assignments that cost more may be lost.
+        limits: of rows and time.
+        rounds: of sweeps.
+
+    Returns:
+        Smaller tables with the same assignments within the budget; None where there is none.
 
     Raises:
         OutOfTimeError: the deadline has passed.
     """
     work = _Elimination(list(factors), sizes, budget, limits, rounds)
-    found = work.run()
-    return Answer(work.exact, work.offset if found else None, tuple(work.values) if found else (), work.largest)
+    if not work.condense():
+        return None
+    return Condensed(list(work.factors.values()), work.offset, work.settled, tuple(work.steps))
+
+
+def _read_back(steps: Sequence[_Step], values: list[int]) -> None:
+    """Fill in what was eliminated, last first."""
+    for step in reversed(steps):
+        picked = np.array([values[u] for u in step.scope], dtype=np.int64)
+        at = int(np.flatnonzero((step.rows == picked).all(axis=1))[0])
+        values[step.variable] = int(step.value[at])
 
 
 class _Elimination:
     """The tables that are left, by number, and the eliminations so far."""
 
-    def __init__(self, factors: list[Factor], sizes: Sequence[int], budget: int, limits: Limits, rounds: int) -> None:
+    def __init__(
+        self,
+        factors: list[Factor],
+        sizes: Sequence[int],
+        budget: int,
+        limits: Limits,
+        rounds: int,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.ranks = ranks or [0] * len(sizes)
         self.sizes, self.budget, self.limits, self.rounds = list(sizes), budget, limits, rounds
         self.counts = list(sizes)
         # What is kept of every elimination until the end, as small as it can be.
@@ -113,6 +190,7 @@ class _Elimination:
         self.values = [0] * len(sizes)
         self.initial = factors
         self.steps: list[_Step] = []
+        self.settled: dict[int, int] = {}
         self.next = 0
         self.sweep_at = _SWEEP_AT
         self._forget()
@@ -130,11 +208,11 @@ class _Elimination:
             estimate, v = heapq.heappop(heap)
             if not self.around[v]:
                 continue
-            now = self._estimate(v)
+            now = self._when(v)
             if now != estimate:
                 heapq.heappush(heap, (now, v))
                 continue
-            if self.rounds and now > self.sweep_at:
+            if self.rounds and now[1] > self.sweep_at:
                 self.sweep_at *= _SWEEP_GROWTH
                 if not self._sweep():
                     return False
@@ -145,11 +223,44 @@ class _Elimination:
                 return False
             for u in touched:
                 if self.around[u]:
-                    heapq.heappush(heap, (self._estimate(u), u))
-        for step in reversed(self.steps):
-            picked = np.array([self.values[u] for u in step.scope], dtype=np.int64)
-            at = int(np.flatnonzero((step.rows == picked).all(axis=1))[0])
-            self.values[step.variable] = int(step.value[at])
+                    heapq.heappush(heap, (self._when(u), u))
+        _read_back(self.steps, self.values)
+        return True
+
+    def condense(self) -> bool:
+        """Eliminate what keeps tables small until no more does; False where nothing is within the budget."""
+        if not all(self._add(table) for table in self.initial):
+            return False
+        while True:
+            done, rows = len(self.steps), self._rows()
+            if not self._eliminate_small() or not self._sweep():
+                return False
+            if len(self.steps) == done and self._rows() >= _STALLED * rows:
+                return True
+
+    def _rows(self) -> int:
+        return sum(len(table.costs) for table in self.factors.values())
+
+    def _eliminate_small(self) -> bool:
+        heap = self._heap()
+        barred: dict[int, set[int]] = {}
+        while heap:
+            estimate, v = heapq.heappop(heap)
+            if not self.around[v] or barred.get(v) == self.around[v]:
+                continue
+            now = self._when(v)
+            if now != estimate:
+                heapq.heappush(heap, (now, v))
+                continue
+            if now[1] > _ATTEMPTED * self.limits.rows:
+                break
+            barred[v] = set(self.around[v])
+            touched = self._eliminate(v, False)
+            if touched is None:
+                return False
+            for u in touched:
+                if self.around[u]:
+                    heapq.heappush(heap, (self._when(u), u))
         return True
 
     def _count(self) -> None:
@@ -158,11 +269,14 @@ class _Elimination:
             for k, v in enumerate(table.scope):
                 self.counts[v] = min(self.counts[v], int(np.count_nonzero(np.bincount(table.rows[:, k]))))
 
-    def _heap(self) -> list[tuple[int, int]]:
+    def _heap(self) -> list[tuple[tuple[int, int], int]]:
         self._count()
-        heap = [(self._estimate(v), v) for v in range(len(self.sizes)) if self.around[v]]
+        heap = [(self._when(v), v) for v in range(len(self.sizes)) if self.around[v]]
         heapq.heapify(heap)
         return heap
+
+    def _when(self, v: int) -> tuple[int, int]:
+        return self.ranks[v], self._estimate(v)
 
     def _sweep(self) -> bool:
         """Move costs, settle variables; False where nothing is left within the budget."""
@@ -171,7 +285,7 @@ class _Elimination:
             return False
         self.offset += swept.constant
         for v, value in swept.settled.items():
-            self.values[v] = value
+            self.values[v] = self.settled[v] = value
         self._forget()
         return all(self._add(table) for table in swept.factors)
 
@@ -207,16 +321,30 @@ class _Elimination:
                 break
         return min(by_rows, by_values, _HOPELESS)
 
-    def _eliminate(self, v: int) -> set[int] | None:
+    def _eliminate(self, v: int, truncate: bool = True) -> set[int] | None:
+        """The variables around ``v``, empty where that is not eliminated; None where nothing is within the budget."""
         if overdue(self.limits.deadline):
             raise OutOfTimeError
         ids = sorted(self.around[v], key=lambda f: (len(self.factors[f].costs), f))
-        joined = self.factors[ids[0]]
-        for f in ids[1:]:
-            joined = self._join(joined, self.factors[f])
+        made = self._project(v, [self.factors[f] for f in ids], truncate)
+        if made is None:
+            return set()
         for f in ids:
             for u in self.factors.pop(f).scope:
                 self.around[u].discard(f)
+        step, table = made
+        self.steps.append(step)
+        return set(step.scope) if self._add(table) else None
+
+    def _project(self, v: int, tables: list[Factor], truncate: bool) -> tuple[_Step, Factor] | None:
+        """The tables around ``v`` as one without it; None where that is too large."""
+        old = sum(len(table.costs) * len(table.scope) for table in tables)
+        joined = tables[0]
+        for table in tables[1:]:
+            wider = self._join(joined, table, truncate, max(old, self.limits.rows))
+            if wider is None:
+                return None
+            joined = wider
         at = joined.scope.index(v)
         rest = joined.scope[:at] + joined.scope[at + 1 :]
         within = joined.costs <= self.budget - self.offset
@@ -227,13 +355,13 @@ class _Elimination:
         first = np.ones(len(order), dtype=bool)
         first[1:] = key[order][1:] != key[order][:-1]
         kept = order[first]
-        self.steps.append(_Step(v, rest, others[kept].astype(self.kind), rows[kept, at].astype(self.kind)))
-        if not self._add(Factor(rest, others[kept], costs[kept])):
+        if not truncate and len(kept) > self.limits.rows and len(kept) * len(rest) > old:
             return None
-        return set(rest)
+        step = _Step(v, rest, others[kept].astype(self.kind), rows[kept, at].astype(self.kind))
+        return step, Factor(rest, others[kept], costs[kept])
 
-    def _join(self, a: Factor, b: Factor) -> Factor:
-        """The pairs of rows that agree where the scopes meet, within the budget; where too many, the cheapest."""
+    def _join(self, a: Factor, b: Factor, truncate: bool, most: int) -> Factor | None:
+        """The pairs of rows that agree where the scopes meet, within the budget; too many: the cheapest, or None."""
         shared = [v for v in a.scope if v in b.scope]
         sizes = [self.sizes[v] for v in shared]
         in_a, in_b = [a.scope.index(v) for v in shared], [b.scope.index(v) for v in shared]
@@ -251,7 +379,9 @@ class _Elimination:
         high = np.searchsorted(ranked, left * span + within, "left")
         counts = high - low
         rows = np.arange(len(left))
-        if int(counts.sum()) > self.limits.rows:
+        if not truncate and int(counts.sum()) > most:
+            return None
+        if truncate and int(counts.sum()) > self.limits.rows:
             self.exact = False
             cheapest = np.argsort(a.costs, kind="stable")
             fitting = max(int(np.searchsorted(np.cumsum(counts[cheapest]), self.limits.rows)), 1)

@@ -12,14 +12,15 @@ import pytest
 
 from layoutopt.check import check
 from layoutopt.errors import InfeasibleError
-from layoutopt.exact import search
+from layoutopt.exact import Tactics, search
 from layoutopt.factors import Factor
+from layoutopt.grouping import grouped, ranks
 from layoutopt.problem import Problem
 from layoutopt.reduce import consistent
 from layoutopt.solve import Reductions, solve
 from layoutopt.states import SCALE, TooManyStatesError, network
 from layoutopt.sweeps import sweep
-from layoutopt.treewidth import Limits, OutOfTimeError, eliminate
+from layoutopt.treewidth import Limits, OutOfTimeError, condense, eliminate
 from tests.problems import block_problem, exhaustive, random_problem
 
 PLAIN = Reductions.none()
@@ -94,6 +95,67 @@ def test_sweeps_change_no_price_within_the_budget(seed: int) -> None:
         left = price(swept.factors, values)
         assert left is not None
         assert swept.constant + left == cost
+
+
+@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_condensing_keeps_every_best_price_within_the_budget(seed: int, rows: int) -> None:
+    factors, sizes = random_factors(seed)
+    prices = every_price(factors, sizes)
+    budget = 20 + seed % 70
+    made = condense(factors, sizes, budget, Limits(rows), 3)
+    least = min(prices.values(), default=None)
+    if made is None:
+        assert least is None or least > budget
+        return
+    left = sorted({v for table in made.factors for v in table.scope})
+    best = None
+    for picked in itertools.product(*(range(sizes[v]) for v in left)):
+        values = [0] * len(sizes)
+        for v, value in zip(left, picked, strict=True):
+            values[v] = value
+        cost = price(made.factors, tuple(values))
+        if cost is not None:
+            whole = made.complete(values)
+            assert prices[whole] == made.constant + cost
+            best = prices[whole] if best is None else min(best, prices[whole])
+    if least is not None and least <= budget:
+        assert best == least
+
+
+def test_groups_are_neighbours_and_hold_everything_once() -> None:
+    scopes = [{v, v + 1} for v in range(12)]
+    groups = grouped(scopes, 4)
+    assert sorted(i for group in groups for i in group) == list(range(12))
+    assert all(group == list(range(group[0], group[-1] + 1)) and len(group) <= 4 for group in groups)
+
+
+def test_a_path_through_a_chain_goes_from_end_to_end() -> None:
+    pair, free = np.zeros((1, 2), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    due = ranks([Factor((v, v + 1), pair, free) for v in range(12)], 14, 3)
+    assert len(set(due[:13])) > 2
+    # A variable of two groups is due with the later one: along a chain ranks rise or fall, and never both.
+    assert due[:13] in (sorted(due[:13]), sorted(due[:13], reverse=True))
+    assert due[13] == 0
+
+
+@pytest.mark.parametrize("tactics", [Tactics(dives=False), Tactics(condensing=False), Tactics(elimination=False)])
+def test_an_unfinished_tactic_claims_nothing_false(tactics: Tactics) -> None:
+    for seed in range(200):
+        problem = random_problem(seed, ops=2 + seed % 3, width=3, hostile=seed % 4 == 0)
+        expected = exhaustive(problem)
+        try:
+            domain = consistent(problem)
+        except InfeasibleError:
+            continue
+        ceiling = 1 << 20
+        found = search(network(problem, domain, ceiling), ceiling, Limits(rows=8), tactics)
+        if expected is None:
+            assert found.cost_ns is None
+            continue
+        assert found.bound_ns <= expected
+        assert found.cost_ns is None or found.cost_ns >= expected
+        assert not found.closed or found.cost_ns == expected
 
 
 def test_sweeps_find_the_cost_of_a_chain() -> None:
@@ -207,7 +269,7 @@ def test_bound_of_an_unfinished_search_holds() -> None:
     problem = block_problem(2, 6, 5)
     best = solve(problem).cost_ns
     net = network(problem, consistent(problem), 1 << 20)
-    unfinished = search(net, best + 50, Limits(), elimination=False)
+    unfinished = search(net, best + 50, Limits(), Tactics(condensing=False, dives=False, elimination=False))
     assert net.base // SCALE < unfinished.bound_ns <= best
     assert not unfinished.closed
 
