@@ -57,6 +57,11 @@ class DeviceLimits:
     image_max_height: int = 0
     image_max_buffer_texels: int = 0
 
+    @property
+    def idle_units(self) -> int:
+        """Compute units that a small kernel leaves idle: those of a GPU; on a CPU its groups are few fat items."""
+        return self.compute_units if self.kind == "gpu" else 0
+
 
 @dataclass(frozen=True)
 class OpSpec:

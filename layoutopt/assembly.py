@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from costmodel.cost import Cost, Costs
     from kernels.spec import Kernel
 
-__all__ = ["assemble", "item_cost"]
+__all__ = ["as_run_ns", "assemble", "item_cost"]
 
 
 def assemble(
@@ -56,7 +56,7 @@ def assemble(
         )
         for s, name in enumerate(tables.names)
     }
-    builder = _Builder(tables, assignment, costs.limits.kind)
+    builder = _Builder(tables, assignment, costs.limits.idle_units)
     for run in alike_runs(graph):
         builder.add(run)
     arena = pack(builder.buffers(keep), costs.limits.base_align_bytes)
@@ -93,6 +93,17 @@ def assemble(
     )
 
 
+def as_run_ns(tables: Tables, assignment: Assignment, units: int) -> int:
+    """Nanoseconds of an assignment's ops and relayouts, each op at its part of the launch that it really shares.
+
+    Args:
+        tables: that the assignment is of; they take for granted that ops share launches where they may.
+        assignment: any.
+        units: as of ``rewrite_neighbours.sharing``.
+    """
+    return assignment.cost_ns + _Builder(tables, assignment, units).own_launches_ns()
+
+
 def _slots(arena: Arena) -> tuple[ArenaSlot, ...]:
     return tuple(
         ArenaSlot(p.buffer.name, p.offset_bytes, p.buffer.size_bytes, p.buffer.first, p.buffer.last)
@@ -109,9 +120,9 @@ def item_cost(cost: Cost) -> ItemCost:
 class _Builder:
     """Steps, and when each buffer is alive, as ops are added in order."""
 
-    def __init__(self, tables: Tables, assignment: Assignment, kind: str) -> None:
+    def __init__(self, tables: Tables, assignment: Assignment, units: int) -> None:
         self.tables, self.assignment = tables, assignment
-        self._sharing = {o: group for group in sharing(tables.graph, kind) for o in group}
+        self._sharing = {o: group for group in sharing(tables.graph, units) for o in group}
         self.ops: list[PlannedOp] = []
         self.relayouts: list[PlannedRelayout] = []
         self.steps: list[tuple[str, int]] = []
@@ -176,6 +187,16 @@ class _Builder:
         views = (operand.view for operand in self.tables.graph.ops[o].operands)
         seen = (seen_through(view, layout) for view, layout in zip(views, stored, strict=True))
         return tuple(layout for layout in seen if layout is not None)
+
+    def own_launches_ns(self) -> int:
+        """What ops take beyond their choices' prices, because they are not like those beside them."""
+        extra = 0
+        for group in dict.fromkeys(self._sharing.values()):
+            if len({self._seen(o) for o in group}) > 1:
+                for o in group:
+                    choice = self.tables.problem.ops[o].choices[self.assignment.choice[o]]
+                    extra += price_ns(self._kernel(o)[1]) - choice.cost_ns
+        return extra
 
     def _relayout(self, s: int, candidate: int, position: int, before: str) -> None:
         tables = self.tables

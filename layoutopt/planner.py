@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from layoutopt import strategies
 from layoutopt.alike import projected, tied, untied
-from layoutopt.assembly import assemble, item_cost
+from layoutopt.assembly import as_run_ns, assemble, item_cost
 from layoutopt.budget import Makers, cuts, fit, optional_of
 from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
@@ -359,16 +360,26 @@ def assign(tables: Tables, strategy: str, time_limit_s: float = 60.0) -> Assignm
 
 
 def _exact(tables: Tables, time_limit_s: float) -> Assignment:
-    """The cheapest assignment that decides ops alike which are to share a launch (``layoutopt/alike.py``)."""
+    """The cheapest assignment that decides ops alike which are to share a launch (``layoutopt/alike.py``).
+
+    Where time runs out, or deciding alike costs more than it saves, it may be one of those that the search starts from.
+    """
     problem, starts = tables.problem, list(_starts(tables))
-    ties = tied(problem, sharing(tables.graph, tables.pricer.costs.limits.kind))
+    units = tables.pricer.costs.limits.idle_units
+    ties = tied(problem, sharing(tables.graph, units))
     if ties is problem:
         return solve(problem, time_limit_s, starts)
     near = [found for start in starts if (found := projected(ties, start)) is not None]
     try:
-        return untied(problem, solve(ties, time_limit_s, near))
+        found = untied(problem, solve(ties, time_limit_s, near))
     except InfeasibleError:  # not alike, or not in time: then as they come
         return solve(problem, time_limit_s, starts)
+    best = min([found, *starts], key=lambda a: as_run_ns(tables, a, units))
+    if best is found:
+        return found
+    # What was proven is proven of assignments that decide alike; of others, that no op takes less than its least.
+    least = sum(min(choice.cost_ns for choice in op.choices) for op in problem.ops)
+    return replace(best, status="FEASIBLE", bound_ns=least, seconds=found.seconds)
 
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
@@ -469,7 +480,7 @@ def _check_device(
     costs = [plan.ops[i].cost if kind == "op" else plan.relayouts[i].cost for kind, i in plan.steps]
     known: dict[tuple[int, int], ItemCost] = {}
     steps = bind(graph, plan, limits)
-    together = _sharing_counts(plan, steps, sharing(graph, limits.kind))
+    together = _sharing_counts(plan, steps, sharing(graph, limits.idle_units))
     for step, (bound, stated) in enumerate(zip(steps, costs, strict=True)):
         operands = len(bound.kernel.layouts)
         for name, workspace in zip(bound.slots[operands:], bound.kernel.scratch, strict=True):

@@ -93,7 +93,7 @@ def build_problem(
     fixed = fixed_storages(graph)
     storages = tuple(_storage_node(graph, name, candidates[name], name in fixed) for name in names)
     pinned = _pinned(graph)
-    everything = list(_asked(graph, index, storages, limit, costs.limits.kind))
+    everything = list(_asked(graph, index, storages, limit, costs.limits.idle_units))
     moves = [Moves.of(graph.storages[node.name], node) for node in storages]
     share_out(pricer, everything, moves, progress)
     nodes, books = [], []
@@ -115,15 +115,15 @@ def build_problem(
 
 
 def _asked(
-    graph: TrainingGraph, index: Mapping[str, int], storages: Sequence[StorageNode], limit: int | None, kind: str
+    graph: TrainingGraph, index: Mapping[str, int], storages: Sequence[StorageNode], limit: int | None, units: int
 ) -> Iterator[Asked]:
-    """What is to be priced, op by op; ``kind`` is the device's."""
+    """What is to be priced, op by op; ``units`` as of ``rewrite_neighbours.sharing``."""
     from kernels.spec import op_spec
 
     ids: dict[tuple[Layout, ...], int] = {}
     options = [(ids.setdefault(node.candidates, len(ids)), node.primary) for node in storages]
     known: dict[Hashable, Asked] = {}
-    for op, alike, count in zip(graph.ops, map(int, spec_ids(graph)), alike_counts(graph, kind), strict=True):
+    for op, alike, count in zip(graph.ops, map(int, spec_ids(graph)), alike_counts(graph, units), strict=True):
         operands = tuple(index[graph.storage_of[o.tensor]] for o in op.operands)
         tied = tuple(operands.index(s) for s in operands)
         key = alike, count, tied, tuple(options[s] for s in operands)

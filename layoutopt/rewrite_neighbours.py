@@ -25,6 +25,10 @@ __all__ = ["alike_counts", "alike_runs", "bring_together", "sharing"]
 _SHARE, _MOST_BYTES = 12, 64 << 20
 """Waiting gradients are run at this part of them all, or at this size: they keep activations alive meanwhile."""
 
+FILLS_ELEMS = 1 << 16
+"""Elements of its largest operand, for each compute unit, by which an op keeps them all busy: sixteen tiles of 64 x 64,
+of which at most one in seventeen waits for the others."""
+
 _AHEAD = 24
 """Ops that an op is drawn forward over at most."""
 
@@ -144,29 +148,30 @@ def alike_runs(graph: TrainingGraph) -> Iterator[range]:
         yield range(start, len(graph.ops))
 
 
-def sharing(graph: TrainingGraph, kind: str) -> Iterator[tuple[int, ...]]:
+def sharing(graph: TrainingGraph, units: int) -> Iterator[tuple[int, ...]]:
     """Ops by position that are to share a launch, in the order of the first of each; most are by themselves.
 
     They are of one run of ``alike_runs``, and the host fixes the layouts of the same operands, so that they can run one
-    kernel. On a CPU a launch costs little and a kernel fills the device: no op gives up a layout for it.
+    kernel. An op that fills the device by itself (see ``FILLS_ELEMS``) gives up no layout for a shared launch.
 
     Args:
         graph: in the order that is planned.
-        kind: of the device, "cpu" or "gpu".
+        units: compute units that a small kernel leaves idle; 0 where none are (``DeviceLimits.idle_units``).
     """
     fixed = fixed_storages(graph)
     for run in alike_runs(graph):
+        largest = max(graph.tensors[x.tensor].size_elems for x in graph.ops[run.start].operands)
         groups: dict[object, list[int]] = {}
         for o in run:
             held = tuple(graph.storage_of[x.tensor] in fixed for x in graph.ops[o].operands)
-            groups.setdefault(held if kind == "gpu" else o, []).append(o)
+            groups.setdefault(held if largest <= FILLS_ELEMS * units else o, []).append(o)
         yield from map(tuple, groups.values())
 
 
-def alike_counts(graph: TrainingGraph, kind: str) -> list[int]:
+def alike_counts(graph: TrainingGraph, units: int) -> list[int]:
     """Per op, how many ops are to share its launch (see ``sharing``)."""
     out = [1] * len(graph.ops)
-    for group in sharing(graph, kind):
+    for group in sharing(graph, units):
         for o in group:
             out[o] = len(group)
     return out

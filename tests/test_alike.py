@@ -13,12 +13,12 @@ from test_stepcost import fitted
 from kernels.bind import bind
 from layoutopt import planner
 from layoutopt.alike import projected, tied, untied
-from layoutopt.assembly import assemble
+from layoutopt.assembly import as_run_ns, assemble
 from layoutopt.graph import TrainingGraph
 from layoutopt.models import shipped
 from layoutopt.plan import Plan
 from layoutopt.pricing import Tables
-from layoutopt.problem import Problem
+from layoutopt.problem import Assignment, Problem
 from layoutopt.rewrite_neighbours import alike_counts, sharing
 from layoutopt.rewrites import alternatives
 from layoutopt.solve import heuristics, solve
@@ -93,9 +93,11 @@ def test_without_equals_nothing_is_tied() -> None:
 
 def test_on_a_cpu_nothing_is_to_share() -> None:
     graph = alternatives(shipped("vit-digits"))[-1]
-    assert set(alike_counts(graph, "cpu")) == {1}
-    assert max(alike_counts(graph, "gpu")) > 2
-    assert sorted(o for group in sharing(graph, "gpu") for o in group) == list(range(len(graph.ops)))
+    assert set(alike_counts(graph, 0)) == {1}
+    assert max(alike_counts(graph, 1000)) > 2
+    assert set(alike_counts(graph, 1)) > {1}, "on one compute unit large ops are not to share, small ones are"
+    assert alike_counts(graph, 1) != alike_counts(graph, 1000)
+    assert sorted(o for group in sharing(graph, 1000) for o in group) == list(range(len(graph.ops)))
 
 
 COSTS = fitted(1000, kind="gpu", launches=4000.0, trips=1.0)
@@ -111,7 +113,7 @@ def groups_in_one_kernel(plan: Plan, graph: TrainingGraph) -> float:
     """The share of groups whose ops all run the same kernel."""
     pairs = zip(bind(graph, plan, COSTS.limits), plan.steps, strict=True)
     keys = [step.kernel.key for step, (kind, _) in pairs if kind == "op"]
-    groups = [group for group in sharing(graph, "gpu") if len(group) > 1]
+    groups = [group for group in sharing(graph, 1000) if len(group) > 1]
     return sum(len({keys[o] for o in group}) == 1 for group in groups) / len(groups)
 
 
@@ -146,3 +148,22 @@ def test_where_no_assignment_decides_alike_they_are_decided_as_they_come(
     monkeypatch.setattr(planner, "tied", nothing)
     found = planner.assign(tables, "ilp", 2.0)
     assert found.cost_ns <= min(start.cost_ns for start in heuristics(tables.problem))
+
+
+def test_where_alike_costs_more_than_it_saves_a_start_is_kept(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends at once with a poor answer does not hide what strategies know."""
+    starts = list(planner._starts(tables))
+    units = COSTS.limits.idle_units
+    poor = max(starts, key=lambda a: as_run_ns(tables, a, units))
+    ties = tied(tables.problem, sharing(tables.graph, units))
+
+    def ended(problem: Problem, time_limit_s: float, known: object) -> Assignment:
+        return replace(poor, choice=poor.choice + (0,) * (len(ties.ops) - len(tables.problem.ops)), status="FEASIBLE")
+
+    monkeypatch.setattr(planner, "solve", ended)
+    found = planner._exact(tables, 1.0)
+    assert as_run_ns(tables, found, units) == min(as_run_ns(tables, a, units) for a in starts)
+    assert found.status == "FEASIBLE"
+    assert found.bound_ns < found.cost_ns
+    plan = assemble(tables, COSTS, found, "ilp")
+    assert plan.solver.objective_ns == as_run_ns(tables, found, units)

@@ -136,7 +136,7 @@ def test_a_plan_prices_neighbours_by_their_part() -> None:
     costs = fitted(1000, kind="gpu", launches=4000.0, trips=1.0)
     plan = planner.plan(shipped("vit-digits"), costs, "rowmajor")
     graph = planned_graph(plan, shipped("vit-digits"))
-    runs = [group for group in sharing(graph, "gpu") if len(group) > 1]
+    runs = [group for group in sharing(graph, 1000) if len(group) > 1]
     assert runs
     steps = [s for s, (kind, _) in zip(bind(graph, plan, costs.limits), plan.steps, strict=True) if kind == "op"]
     for run in runs:
