@@ -130,7 +130,13 @@ def _solve(
         raise explain(problem)
     if not closed and requested():
         method = f"{method}; interrupted"
-    elif not closed and left is not None and best is not None and _too_much(left, started + time_limit_s):
+    elif (
+        not closed
+        and left is not None
+        and best is not None
+        and switches.sweeps
+        and _too_much(left, started + time_limit_s)
+    ):
         method = f"{method}; too wide for tables, too large for highs"
     elif not closed and left is not None:
         # At least a moment: HiGHS also says whether anything is possible at all.
