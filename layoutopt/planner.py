@@ -384,7 +384,7 @@ def _exact(tables: Tables, time_limit_s: float) -> Assignment:
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
     """What the exact solver starts from; a strategy that meets a dead end gives nothing."""
-    for name in ("activation", "greedy", "ideal", "rowmajor"):
+    for name in ("activation", "chaindp", "greedy", "ideal", "rowmajor"):
         try:
             yield assign(tables, name)
         except InfeasibleError:
