@@ -98,6 +98,12 @@ def moved_bytes(tables: Tables, assignment: Assignment) -> int:
     )
 
 
+def assembled(found: Mapping[str, tuple[Tables, Assignment, float] | str], costs: Any) -> dict[str, Plan]:
+    """The plans of the strategies that have one."""
+    made = {name: one for name, one in found.items() if not isinstance(one, str)}
+    return {name: with_not_run(assemble(own, costs, choice, name), own) for name, (own, choice, _) in made.items()}
+
+
 def predicted(
     found: Mapping[str, tuple[Tables, Assignment, float] | str], plans: Mapping[str, Plan]
 ) -> dict[str, dict[str, Any]]:
@@ -174,11 +180,9 @@ def study(name: str, graph: TrainingGraph, args: argparse.Namespace, runtime: An
         model = calibrated(graph, runtime, args.strategies, args.calibration)
     costs = CostModel(model)
     found = assignments(graph, costs, args.strategies, args.time_limit)
-    made = {strategy: one for strategy, one in found.items() if not isinstance(one, str)}
-    plans = {strategy: assemble(own, costs, assignment, strategy) for strategy, (own, assignment, _) in made.items()}
+    plans = assembled(found, costs)
     rows = predicted(found, plans)
     if runtime is not None:
-        plans = {strategy: with_not_run(plan, made[strategy][0]) for strategy, plan in plans.items()}
         for strategy, plan in plans.items():
             validate(plan, graph, costs)
             rows[strategy] |= {

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import strategies as benchmark
 from layoutopt import graphfile
-from layoutopt.assembly import assemble
 from layoutopt.errors import InfeasibleError
 from layoutopt.graph import TrainingGraph
 from layoutopt.passes import run_passes
@@ -28,7 +27,8 @@ def graph() -> TrainingGraph:
 
 def test_a_row_per_strategy_from_one_graph_none_below_the_optimum(graph: TrainingGraph) -> None:
     found = benchmark.assignments(graph, COSTS, STRATEGIES, 30.0)
-    rows = benchmark.predicted(found)
+    plans = benchmark.assembled(found, COSTS)
+    rows = benchmark.predicted(found, plans)
     assert set(rows) == set(STRATEGIES)
     least = rows["ilp"]
     assert (least["gap"], least["status"], least["bound_ns"]) == (0.0, "OPTIMAL", least["objective_ns"])
@@ -37,7 +37,7 @@ def test_a_row_per_strategy_from_one_graph_none_below_the_optimum(graph: Trainin
         assert row["gap"] == pytest.approx((row["objective_ns"] + row["not_run_ns"]) / least["objective_ns"] - 1)
         one = found[name]
         assert not isinstance(one, str)
-        plan = assemble(one[0], COSTS, one[1], name)
+        plan = plans[name]
         assert row["relayouts"] == len(plan.relayouts)
         assert row["relayout_bytes"] == sum(r.bytes_moved for r in plan.relayouts)
     assert rows["tvm-flat"]["relayouts"] > 0
@@ -52,7 +52,8 @@ def test_a_dead_end_is_a_row_that_says_so(graph: TrainingGraph, monkeypatch: pyt
 
     assign = benchmark.assign
     monkeypatch.setattr(benchmark, "assign", stuck)
-    rows = benchmark.predicted(benchmark.assignments(graph, COSTS, ["greedy", "rowmajor"], 30.0))
+    found = benchmark.assignments(graph, COSTS, ["greedy", "rowmajor"], 30.0)
+    rows = benchmark.predicted(found, benchmark.assembled(found, COSTS))
     assert rows["greedy"] == {"strategy": "greedy", "dead_end": "op x has no choice"}
     assert rows["rowmajor"]["gap"] >= 0
     benchmark.show({"model": "m", "device_model": "d", "ops": 1, "rows": list(rows.values())})
