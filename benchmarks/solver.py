@@ -38,6 +38,7 @@ from benchmarks.recording import Record
 from layoutopt.errors import LayoutOptError
 from layoutopt.exact import remaining
 from layoutopt.layout import Layout
+from layoutopt.plan import gap_of
 from layoutopt.problem import Assignment, Choice, OpNode, Problem, StorageNode
 from layoutopt.reduce import Domain, consistent, reduce
 from layoutopt.solve import Reductions, heuristics, solve
@@ -152,16 +153,21 @@ def compare(name: str, device: str, problem: Problem, limit_s: float, plain_s: f
         "candidates": sum(len(node.candidates) for node in problem.storages),
         "booleans": booleans(problem, consistent(problem)),
         "booleans_left": left_for_highs(problem, Reductions(), known, found),
-        **{"seconds": wall_s, "cpu_s": cpu_s, "status": found.status, "gap": gap_of(found), "method": found.method},
+        **{
+            "seconds": wall_s,
+            "cpu_s": cpu_s,
+            "status": found.status,
+            "gap": gap_of(found.cost_ns, found.bound_ns),
+            "method": found.method,
+        },
         **{"cost_ns": found.cost_ns, "bound_ns": found.bound_ns},
         **{"plain_seconds": plain_wall_s, "plain_cpu_s": plain_cpu_s, "plain_status": plain.status},
-        **{"plain_cost_ns": plain.cost_ns, "plain_bound_ns": plain.bound_ns, "plain_gap": gap_of(plain)},
+        **{
+            "plain_cost_ns": plain.cost_ns,
+            "plain_bound_ns": plain.bound_ns,
+            "plain_gap": gap_of(plain.cost_ns, plain.bound_ns),
+        },
     }
-
-
-def gap_of(found: Assignment) -> float:
-    """How far the cost may be above the optimum, as a part of it."""
-    return (found.cost_ns - found.bound_ns) / found.cost_ns
 
 
 def comparison(rows: list[dict[str, Any]]) -> Table:

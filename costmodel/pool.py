@@ -15,6 +15,7 @@ from costmodel.features import FEATURES, Machine, features
 from costmodel.fit import levels, predicted_ns
 from costmodel.microbench import designed_pairs
 from costmodel.model import CostModel, kernel_kind
+from costmodel.rounds import LEAST_ROUNDS
 from kernels.bind import relayout_spec
 from kernels.spec import DeviceLimits, Kernel, OpSpec, op_spec
 from kernels.variants import families, kernels_for
@@ -23,7 +24,7 @@ from layoutopt.graph import Op, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.view import View
 
-__all__ = ["LEAST_PAIRS", "PAIRS_PER_S", "Candidate", "Pool", "graph_pairs", "pool_of"]
+__all__ = ["LEAST_PAIRS", "PAIRS_PER_S", "PREPARE_S", "Candidate", "Pool", "graph_pairs", "pool_of"]
 
 PAIRS_PER_SPEC = 64
 LEAST_PAIRS, PAIRS_PER_S = 160, 1.6
@@ -35,8 +36,10 @@ NEAR_BEST = 0.4
 EXPLORE = 0.2
 """Share of a batch drawn at random, so that the model is not blind beyond what it already likes."""
 
-PREPARE_S, RUNS = 0.25, 6
-"""What measuring a kernel takes: seconds to prepare it, and its time so many times over."""
+PREPARE_S = 0.25
+"""Seconds to prepare a kernel, until some were prepared."""
+RUNS = 1 + LEAST_ROUNDS
+"""How often a kernel that is measured runs at least: once when it is prepared, and in its rounds."""
 
 Pair = tuple[OpSpec, tuple[Layout, ...]]
 

@@ -17,7 +17,7 @@ from costmodel.device import Measurement, Probe
 from costmodel.drift import Drift, drift_of
 from costmodel.journal import Entry, Journal, Kept
 from costmodel.model import layouts_text, spec_text
-from costmodel.pool import Candidate
+from costmodel.pool import PREPARE_S, Candidate
 from costmodel.rounds import CONFIDENCE, LEAST_ROUNDS, Round, Settled, settle
 from costmodel.runner import Prepared
 from kernels.spec import Kernel
@@ -39,8 +39,6 @@ MOST_AT_ONCE = 4
 SEGMENT = {"cpu": 40, "gpu": 256}
 """Kernels of a round that is judged as one: a burst of other work is over before the next."""
 
-PREPARE_S = 0.25
-"""Seconds to prepare a kernel, until some were prepared."""
 MARGIN = 1.25
 """What is begun may take so many times what the like of it took."""
 PATIENCE, LEAST_PATIENCE_S = 0.1, 6.0

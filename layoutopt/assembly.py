@@ -129,6 +129,7 @@ class _Builder:
         self.alive: dict[str, list[int]] = {}
         self.sizes: dict[str, int] = {}
         self._made: set[tuple[int, int]] = set()
+        self._known_seen: dict[int, tuple[Layout, ...]] = {}
         self._touched: set[str] = set()
 
     def add(self, run: range) -> None:
@@ -180,7 +181,12 @@ class _Builder:
         return found
 
     def _seen(self, o: int) -> tuple[Layout, ...]:
-        """The layouts that an op's operands are seen in."""
+        """The layouts that an op's operands are seen in; every op of a group asks for those of all the others."""
+        if o not in self._known_seen:
+            self._known_seen[o] = self._looked_at(o)
+        return self._known_seen[o]
+
+    def _looked_at(self, o: int) -> tuple[Layout, ...]:
         problem, node = self.tables.problem, self.tables.problem.ops[o]
         chosen = node.choices[self.assignment.choice[o]].layouts
         stored = [problem.storages[s].candidates[c] for s, c in zip(node.operands, chosen, strict=True)]
