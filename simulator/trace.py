@@ -292,8 +292,7 @@ def _walk_groups(
                         near = 0  # the first level on its way
                         while not geometry[near, 5] & way:
                             near += 1
-                        near_sets, near_ways, near_shift = geometry[near, 2], geometry[near, 3], geometry[near, 4]
-                        near_start = geometry[near, 0] + core * geometry[near, 1]
+                        near_shift = geometry[near, 4]
                         found = 0
                         asked = 0
                         for lane in range(width):
@@ -353,12 +352,8 @@ def _walk_groups(
                         counts[operand, 2] += asked
                         counts[operand, 1] += found
                         for k in range(found):
-                            line = lines[k]
-                            if not write and cached[near_start + (line % near_sets) * near_ways] >> 1 == line:
-                                counts[operand, 3 + 2 * near] += 1  # the line this set touched last: nothing moves
-                            else:
-                                address = line << near_shift
-                                line_access(cached, geometry, core, address, write, way, counts, operand, 3)
+                            address = lines[k] << near_shift
+                            line_access(cached, geometry, core, address, write, way, counts, operand, 3)
                 if advance < 0:
                     break
                 variables[grid + advance] += 1
