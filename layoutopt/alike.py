@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from layoutopt.errors import InfeasibleError
+from layoutopt.layout import Layout
 from layoutopt.problem import Assignment, Choice, OpNode, Problem
 from layoutopt.strategies import prefer
 
@@ -27,7 +28,14 @@ def tied(problem: Problem, groups: Iterable[Sequence[int]]) -> Problem:
         problem: as priced.
         groups: equal ops by position that are to share a launch; most are by themselves.
     """
-    ties = [_tie(problem, a, b) for a, b in _pairs(problem, groups)]
+    equal: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], tuple[Choice, ...]] = {}
+    ties = []
+    for a, b in _pairs(problem, groups):
+        one, other = problem.storages[a], problem.storages[b]
+        key = one.candidates, other.candidates
+        if key not in equal:
+            equal[key] = _equal(*key)
+        ties.append(OpNode(f"alike:{one.name}={other.name}", (a, b), 2, equal[key], (0, 1)))
     return replace(problem, ops=problem.ops + tuple(ties)) if ties else problem
 
 
@@ -73,8 +81,7 @@ def _pairs(problem: Problem, groups: Iterable[Sequence[int]]) -> Iterator[tuple[
                     yield a, b
 
 
-def _tie(problem: Problem, a: int, b: int) -> OpNode:
-    one, other = problem.storages[a], problem.storages[b]
-    place = {layout: i for i, layout in enumerate(other.candidates)}
-    choices = tuple(Choice((i, place[x]), 0, "alike") for i, x in enumerate(one.candidates) if x in place)
-    return OpNode(f"alike:{one.name}={other.name}", (a, b), 2, choices, (0, 1))
+def _equal(one: Sequence[Layout], other: Sequence[Layout]) -> tuple[Choice, ...]:
+    """A choice for each layout that both storages may have."""
+    place = {layout: i for i, layout in enumerate(other)}
+    return tuple(Choice((i, place[x]), 0, "alike") for i, x in enumerate(one) if x in place)

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from layoutopt.errors import InfeasibleError
@@ -155,14 +156,18 @@ class _Left:
         return tuple(self.fixed[x] for x in range(len(self.costs)))
 
 
+@njit(cache=True)  # type: ignore[untyped-decorator]
 def _through(own: Costs, to_y: Costs, to_z: Costs) -> Costs:
     """Per pair of states of y and z, the best answer of the node between them."""
-    if len(own) > to_y.shape[1] * to_z.shape[1]:
-        return ((own[:, None] + to_y)[:, :, None] + to_z[:, None, :]).min(axis=0)
-    best = np.full((to_y.shape[1], to_z.shape[1]), np.inf)
-    for cost, a, b in zip(own, to_y, to_z, strict=True):
-        np.minimum(best, (cost + a)[:, None] + b[None, :], out=best)
-    return best
+    out = np.full((to_y.shape[1], to_z.shape[1]), np.inf)
+    for x in range(len(own)):
+        for y in range(to_y.shape[1]):
+            cost = own[x] + to_y[x, y]
+            if cost == np.inf:
+                continue
+            for z in range(to_z.shape[1]):
+                out[y, z] = min(out[y, z], cost + to_z[x, z])
+    return out
 
 
 def chaindp(problem: Problem) -> Assignment:

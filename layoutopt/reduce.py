@@ -12,10 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
 from layoutopt.errors import InfeasibleError
 from layoutopt.problem import Choice, OpNode, Problem
 
 __all__ = ["Domain", "consistent", "dearest", "reduce", "undominated"]
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -34,20 +40,24 @@ def consistent(problem: Problem) -> Domain:
     """
     primaries = [{node.primary} if node.primary >= 0 else set(range(len(node.candidates))) for node in problem.storages]
     choices = [list(range(len(op.choices))) for op in problem.ops]
+    known: dict[tuple[object, ...], list[int]] = {}
     changed = True
     while changed:
         changed = False
         reachable = _reachable(problem, primaries)
         for o, op in enumerate(problem.ops):
             own = set(op.primary_operands)
-            kept = [
-                c
-                for c in choices[o]
-                if all(
-                    layout in (primaries[s] if k in own else reachable[s])
-                    for k, (s, layout) in enumerate(zip(op.operands, op.choices[c].layouts, strict=True))
-                )
-            ]
+            usable = tuple(frozenset((primaries if k in own else reachable)[s]) for k, s in enumerate(op.operands))
+            # Repeated blocks share the choices tuple itself, so identity is a cheap and sufficient key. Only what can
+            # be used now matters: that never grows, so what was dropped before is dropped again.
+            key = (id(op.choices), usable)
+            if key not in known:
+                known[key] = [
+                    c
+                    for c, choice in enumerate(op.choices)
+                    if all(layout in able for layout, able in zip(choice.layouts, usable, strict=True))
+                ]
+            kept = known[key]
             if not kept:
                 raise _nothing_left(problem, op, primaries)
             changed |= len(kept) < len(choices[o])
@@ -122,21 +132,36 @@ def undominated(
     choices: tuple[Choice, ...], left: tuple[int, ...], prices: tuple[tuple[int | None, ...] | None, ...]
 ) -> tuple[int, ...]:
     """The choices in ``left`` that no other dominates; ``prices`` per operand as ``dearest``, None where tied."""
-    kept: list[int] = []
-    for c in sorted(left, key=lambda c: (choices[c].cost_ns, c)):
-        if not any(_dominates(choices[d], choices[c], prices) for d in kept):
-            kept.append(c)
-    return tuple(sorted(kept))
+    order = sorted(left, key=lambda c: (choices[c].cost_ns, c))
+    costs = np.array([choices[c].cost_ns for c in order], dtype=np.int64)
+    layouts = np.array([choices[c].layouts for c in order], dtype=np.int64).reshape(len(order), len(prices))
+    extra = np.full((len(prices), int(layouts.max(initial=0)) + 1), _NEVER, dtype=np.int64)
+    for k, price in enumerate(prices):
+        for layout, cost_ns in enumerate(price or ()):
+            if cost_ns is not None and layout < extra.shape[1]:
+                extra[k, layout] = min(cost_ns, _NEVER)
+    return tuple(sorted(order[i] for i in np.flatnonzero(_undominated(costs, layouts, extra)).tolist()))
 
 
-def _dominates(better: Choice, worse: Choice, prices: tuple[tuple[int | None, ...] | None, ...]) -> bool:
-    cost = better.cost_ns
-    for mine, other, price in zip(better.layouts, worse.layouts, prices, strict=True):
-        if mine != other:
-            extra = price[mine] if price is not None else None
-            if extra is None:
-                return False
-            cost += extra
-            if cost > worse.cost_ns:
-                return False
-    return cost <= worse.cost_ns
+_NEVER = 1 << 60
+"""More than any choice costs."""
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _undominated(costs: Ints, layouts: Ints, extra: Ints) -> NDArray[np.bool_]:
+    """Choices in order of cost: which of them no earlier one replaces at no loss, paying ``extra`` per operand."""
+    kept = np.ones(len(costs), dtype=np.bool_)
+    for worse in range(len(costs)):
+        for better in range(worse):
+            if not kept[better]:
+                continue
+            cost = costs[better]
+            for k in range(layouts.shape[1]):
+                if layouts[better, k] != layouts[worse, k]:
+                    cost += extra[k, layouts[better, k]]
+                    if cost > costs[worse]:
+                        break
+            if cost <= costs[worse]:
+                kept[worse] = False
+                break
+    return kept

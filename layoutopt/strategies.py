@@ -40,11 +40,22 @@ __all__ = [
 ]
 
 Key = Callable[[int, int, int], tuple[int, ...]]
-"""Ranks a choice of op o by its own cost and its cost with the relayouts it adds."""
+"""Ranks a choice of op o by its own cost and its cost with the relayouts it adds; the same for ops that are alike."""
+
+
+Situation = tuple[int, tuple[tuple[int | None, ...], ...]]
+"""An op up to what it is called: which of several alike, and what is decided about its storages."""
+
+
+_BARRED_NS = 1 << 60
+"""Dearer than anything."""
 
 
 class Decisions:
-    """Decisions so far: a primary per storage (None while open), the copies made, the choices taken."""
+    """Decisions so far: a primary per storage (None while open), the copies made, the choices taken.
+
+    Ops of repeated blocks meet the same question again and again, so answers are kept by ``situation``.
+    """
 
     def __init__(self, problem: Problem) -> None:
         domain = consistent(problem)
@@ -61,6 +72,14 @@ class Decisions:
         for o, op in enumerate(problem.ops):
             for s in dict.fromkeys(op.operands):
                 self.around[s].append(o)
+        self._alike = _alike(problem, self.open, self.allowed)
+        self._served: dict[Situation, bool] = {}
+        self._least: dict[Situation, int] = {}
+
+    def situation(self, o: int) -> Situation:
+        """Ops in equal situations have equal prices."""
+        primary, copies = self.primary, self.copies
+        return self._alike[o], tuple((primary[s], *copies[s]) for s in self.problem.ops[o].operands)
 
     def price(self, op: OpNode, picked: int) -> int | None:
         """Nanoseconds of a choice with the relayouts it adds; None where it contradicts what is decided."""
@@ -96,8 +115,27 @@ class Decisions:
 
     def serves(self, s: int) -> bool:
         """Whether every op that touches a storage still has a choice."""
-        touched = [(o, self.problem.ops[o]) for o in self.around[s]]
-        return all(any(self.price(op, c) is not None for c in self.allowed[o]) for o, op in touched)
+        return all(self._has_choice(o) for o in self.around[s])
+
+    def _has_choice(self, o: int) -> bool:
+        key = self.situation(o)
+        if key not in self._served:
+            op = self.problem.ops[o]
+            self._served[key] = any(self.price(op, c) is not None for c in self.allowed[o])
+        return self._served[key]
+
+    def least_ns(self, o: int) -> int:
+        """What op ``o`` takes at least under what is decided, with the relayouts it adds; ``_BARRED_NS``: nothing."""
+        key = self.situation(o)
+        if key not in self._least:
+            op, best = self.problem.ops[o], _BARRED_NS
+            for c in self.allowed[o]:
+                if op.choices[c].cost_ns >= best:
+                    break
+                total = self.price(op, c)
+                best = best if total is None else min(best, total)
+            self._least[key] = best
+        return self._least[key]
 
     def take(self, o: int, picked: int) -> None:
         """Settle op ``o``."""
@@ -122,24 +160,34 @@ class Decisions:
         Choices come in order of their own cost, and the search stops where even a choice without relayouts could not
         win: ``key(o, own, own)`` must not fall as ``own`` grows, nor ``key(o, own, total)`` be less than that.
         """
+        known: dict[Situation, int | None] = {}
         for o, op in enumerate(self.problem.ops):
-            best: tuple[tuple[int, ...], int] | None = None
-            for c in self.allowed[o]:
-                own = op.choices[c].cost_ns
-                if best is not None and key(o, own, own) > best[0]:
-                    break
-                total = self.price(op, c)
-                if total is not None:
-                    ranked = (key(o, own, total), c)
-                    best = ranked if best is None else min(best, ranked)
-            if best is None:
+            situation = self.situation(o)
+            if situation not in known:
+                known[situation] = self._first(o, key)
+            picked = known[situation]
+            if picked is None:
                 names = tuple(dict.fromkeys(self.problem.storages[s].name for s in op.operands))
                 raise InfeasibleError(
                     f"op {op.name} has no choice that agrees with the layouts decided before it for "
                     f"{', '.join(names)}; use the exact strategy (ilp)",
                     (op.name, *names),
                 )
-            self.take(o, best[1])
+            self.take(o, picked)
+
+    def _first(self, o: int, key: Key) -> int | None:
+        """The least choice of op ``o`` by ``key``; None where none agrees with what is decided."""
+        op = self.problem.ops[o]
+        best: tuple[tuple[int, ...], int] | None = None
+        for c in self.allowed[o]:
+            own = op.choices[c].cost_ns
+            if best is not None and key(o, own, own) > best[0]:
+                break
+            total = self.price(op, c)
+            if total is not None:
+                ranked = (key(o, own, total), c)
+                best = ranked if best is None else min(best, ranked)
+        return None if best is None else best[1]
 
     def assignment(self, method: str, started: float) -> Assignment:
         """The checked result; a storage no op touches takes its first possible primary."""
@@ -151,6 +199,25 @@ class Decisions:
         out = Assignment(primary, copies, tuple(self.choice), cost, "HEURISTIC", 0, seconds, method)
         check(self.problem, out)
         return out
+
+
+def _alike(problem: Problem, open_: Sequence[Sequence[int]], allowed: Sequence[Sequence[int]]) -> list[int]:
+    """Per op a number; equal where choices, ties, open primaries and relayouts are equal, operand by operand."""
+    relayouts: list[list[tuple[int, int, int]]] = [[] for _ in problem.storages]
+    for (s, a, b), cost_ns in problem.relayout_ns.items():
+        relayouts[s].append((a, b, cost_ns))
+    numbers: dict[object, int] = {}
+    storage = [
+        numbers.setdefault((tuple(left), *sorted(own)), len(numbers))
+        for left, own in zip(open_, relayouts, strict=True)
+    ]
+    out = []
+    for op, left in zip(problem.ops, allowed, strict=True):
+        first = tuple(op.operands.index(s) for s in op.operands)
+        # Repeated blocks share the choices tuple itself, so identity is a cheap and sufficient key.
+        key = id(op.choices), tuple(left), op.inputs, op.pinned, first, tuple(storage[s] for s in op.operands)
+        out.append(numbers.setdefault(key, len(numbers)))
+    return out
 
 
 def _by_total(_: int, __: int, total: int) -> tuple[int, ...]:
@@ -296,25 +363,11 @@ def activation(problem: Problem, guide: Sequence[int]) -> Assignment:
         ranked = []
         for candidate in state.open[s]:
             state.primary[s] = candidate
-            ranked.append((sum(_cheapest(state, o) for o in around[s]), candidate))
+            ranked.append((sum(state.least_ns(o) for o in around[s]), candidate))
         state.primary[s] = None
         decide(state, s, [c for _, c in sorted(ranked)])
     state.settle(_by_total)
     return state.assignment("activation", started)
-
-
-_BARRED_NS = 1 << 60
-
-
-def _cheapest(state: Decisions, o: int) -> int:
-    op = state.problem.ops[o]
-    best = _BARRED_NS
-    for c in state.allowed[o]:
-        if op.choices[c].cost_ns >= best:
-            break
-        total = state.price(op, c)
-        best = best if total is None else min(best, total)
-    return best
 
 
 def _outwards(problem: Problem, around: list[list[int]], seeds: list[int]) -> list[int]:
