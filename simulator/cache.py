@@ -1,13 +1,13 @@
-"""The cache hierarchy: set-associative, LRU, write-back and write-allocate, any number of levels, compiled by numba.
+"""The cache hierarchy: any number of set-associative levels, compiled by numba, in memory that does not grow.
 
 A :class:`Hierarchy` is the immutable description; ``state()`` makes the arrays that the compiled code updates. Level 0
-is nearest to a core. A private level exists once per core, a shared level once. A dirty line that is evicted is written
-to the next level (allocating there), from the last level to memory. Sets are indexed by line number modulo the number
-of sets, in which the most recently used line stands first.
+is nearest to a core. A private level exists once per core, a shared level once. What a level may do beside the usual
+(LRU, write-back, write-allocate) is said in :class:`Level`, and what exactly that means in ``simulator/policies.py``.
 
 A level may serve only buffers, or only what is read through images; the other accesses pass it by.
 
-A *hit* is a line access served by the level, a *miss* one passed on, as in pycachesim.
+A *hit* is an access of one unit, a sector of the nearest level (a line where it has none), that a level serves; a
+*miss* is one that it does not have. A line that is written back to a level is no access of it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from layoutopt.errors import LayoutOptError
+from simulator import plain, policies
+from simulator.lanes import compiled
+from simulator.sets import ALLOCATE, BUFFERS, COLUMNS, EMPTY, FETCH, IMAGES, PLAIN, SERVES, UNIT, WRITE_BACK, of
 
-__all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines"]
+__all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines", "run_ranges"]
 
-EMPTY = -1
-BUFFERS, IMAGES = 1, 2
-"""Ways through the hierarchy."""
+REPLACEMENTS = ("lru", "fifo", "plru", "random")
+INCLUSIONS = ("none", "inclusive", "exclusive")
 _SERVES = {"buffer": BUFFERS, "image": IMAGES, "all": BUFFERS | IMAGES}
+_MOST_SECTORS = 8
+_PLAIN_LOADS = 4
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ class Level:
         ways: associativity.
         shared: one for all cores rather than one per core.
         serves: "all", "buffer" or "image".
+        sector_bytes: what a miss fetches, an eighth of a line at least; 0: the line.
+        replacement: which line of a full set goes. "lru": the one used longest ago. "fifo": the one that came first.
+            "plru": the one that a binary tree points to, each of whose nodes points away from its side used last (a
+            power of two of ways, 64 at most). "random": any, by a generator of fixed seed.
+        write_back: a store stays here until its line has to go; otherwise it is passed on at once.
+        write_allocate: a store that misses takes the line in.
+        fetch_on_write: it does so with what further levels have, as a cache must that keeps no byte masks.
+        inclusion: "none". "inclusive": a line that goes from here goes from the nearer levels too. "exclusive": it
+            holds only what had to go from the level before it, and gives back what is asked for (a victim cache).
+        hashed: a set is picked by all bits of the line number, its pieces as wide as a set number XORed (and taken
+            modulo the sets where they are no power of two), as GPUs do, rather than by the lowest.
     """
 
     name: str
@@ -47,21 +61,37 @@ class Level:
     ways: int
     shared: bool = False
     serves: str = "all"
+    sector_bytes: int = 0
+    replacement: str = "lru"
+    write_back: bool = True
+    write_allocate: bool = True
+    fetch_on_write: bool = True
+    inclusion: str = "none"
+    hashed: bool = False
 
     @property
     def sets(self) -> int:
         """Number of sets."""
         return self.size_bytes // (self.line_bytes * self.ways)
 
+    @property
+    def unit_bytes(self) -> int:
+        """What one access asks for: a sector, or the line."""
+        return self.sector_bytes or self.line_bytes
+
+    @property
+    def usual(self) -> bool:
+        """Stores stay here, and their lines are fetched."""
+        return self.write_back and self.write_allocate and self.fetch_on_write
+
 
 class State(NamedTuple):
     """A hierarchy in use.
 
     Attributes:
-        lines: int64, all sets of all levels end to end: ``2 * line number + dirty``, or EMPTY; within a set the most
-            recent first.
-        geometry: int64 [levels, 6]: first entry, entries between cores (0 if shared), sets, ways, log2 of the line,
-            the ways that pass it (bits BUFFERS and IMAGES).
+        lines: int64, the cells of all levels end to end, laid out as ``simulator/sets.py`` says.
+        geometry: int64 [levels, columns], likewise; the log2 of a level's unit and the ways that pass it (bits BUFFERS
+            and IMAGES) are its columns 4 and 5.
     """
 
     lines: np.ndarray
@@ -72,77 +102,154 @@ class State(NamedTuple):
 class Hierarchy:
     """Levels from the core outwards.
 
+    Attributes:
+        levels: nearest first.
+        cores: how many, each with private levels of its own.
+        row_bytes: of memory, what one bank keeps open; consecutive rows lie in consecutive banks. 0: not looked at.
+        banks: of memory, over all channels.
+        seed: of random replacement.
+
     Raises:
-        LayoutOptError: a level's size, line or ways cannot be.
+        LayoutOptError: a level's size, line, sector, ways or policies cannot be, or do not go with other levels'.
     """
 
     levels: tuple[Level, ...]
     cores: int = 1
+    row_bytes: int = 0
+    banks: int = 0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.levels or self.cores < 1:
             raise LayoutOptError("a cache hierarchy needs at least one level and one core")
         for level in self.levels:
-            line = level.line_bytes
-            if line < 1 or line & (line - 1) or level.ways < 1 or level.sets < 1:
-                raise LayoutOptError(f"cache level {level}: line must be a power of two and size at least one set")
-            if level.sets * level.ways * line != level.size_bytes:
-                raise LayoutOptError(f"cache level {level}: size is not a multiple of ways x line")
+            _check_level(level)
+        for i, level in enumerate(self.levels):
+            _check_among(level, self.levels[:i])
+        longest = max(level.line_bytes for level in self.levels)
+        if bool(self.row_bytes) != bool(self.banks) or self.banks < 0 or 0 < self.row_bytes < longest:
+            raise LayoutOptError(
+                f"memory of {self.banks} banks with rows of {self.row_bytes} bytes: give both or neither, "
+                f"rows of at least a line ({longest} bytes)"
+            )
+
+    @property
+    def counters(self) -> int:
+        """Columns of all counters that ``line_access`` knows; the first ``2 * levels + 2`` are always counted."""
+        return 5 * len(self.levels) + 4
 
     def state(self) -> State:
-        """Empty caches."""
-        geometry, start = [], 0
-        for level in self.levels:
-            entries = level.sets * level.ways
-            apart = 0 if level.shared else entries
-            shift = level.line_bytes.bit_length() - 1
-            geometry.append((start, apart, level.sets, level.ways, shift, _SERVES[level.serves]))
-            start += entries * (1 if level.shared else self.cores)
-        return State(np.full(start, EMPTY, dtype=np.int64), np.array(geometry, dtype=np.int64))
+        """Empty caches, closed rows."""
+        geometry = np.zeros((len(self.levels), COLUMNS), dtype=np.int64)
+        start = 0
+        for row, level in zip(geometry, self.levels, strict=True):
+            entries, sets = level.sets * level.ways, level.sets
+            instances = 1 if level.shared else self.cores
+            straight = sets & (sets - 1) == 0 and not level.hashed
+            stores = WRITE_BACK * level.write_back | ALLOCATE * level.write_allocate | FETCH * level.fetch_on_write
+            row[:13] = (
+                start,
+                0 if level.shared else entries,
+                sets,
+                level.ways,
+                level.unit_bytes.bit_length() - 1,
+                _SERVES[level.serves],
+                sets - 1 if straight else -1,
+                level.line_bytes.bit_length() - 1,
+                level.line_bytes // level.unit_bytes,
+                REPLACEMENTS.index(level.replacement),
+                max((sets - 1).bit_length(), 1) if level.hashed else 0,
+                stores,
+                INCLUSIONS.index(level.inclusion),
+            )
+            start += entries * instances
+        filled = [np.full(start, EMPTY, dtype=np.int64)]
+        for number, (row, level) in enumerate(zip(geometry, self.levels, strict=True)):
+            aide = self._aide(level, number)
+            row[13:15] = start, 0 if level.shared else level.sets
+            start += aide.size
+            filled.append(aide)
+        geometry[:, 15:] = self._plain(), self.row_bytes, self.banks, start, self.cores, len(self.levels)
+        filled.append(np.full(self.banks + _SPARE, EMPTY, dtype=np.int64))
+        return State(np.concatenate(filled), geometry)
+
+    def _aide(self, level: Level, number: int) -> np.ndarray:
+        """What a policy remembers beside the lines: a tree per set, or the state of a generator."""
+        if level.replacement == "plru":
+            return np.zeros(level.sets * (1 if level.shared else self.cores), dtype=np.int64)
+        if level.replacement == "random":
+            start = 0x9E3779B97F4A7C15 * (self.seed + number + 1) % (1 << 64) | 1  # any odd number is as good
+            return np.array([start], dtype=np.uint64).view(np.int64)
+        return np.zeros(0, dtype=np.int64)
+
+    def _plain(self) -> int:
+        """Which accesses ``simulator/plain.py`` can do: loads, and stores by bit of their way."""
+        if any(x.unit_bytes != x.line_bytes or x.replacement != "lru" or x.inclusion != "none" for x in self.levels):
+            return 0
+        buffers = [x for x in self.levels if x.serves != "image"]
+        if not all(x.usual for x in buffers):
+            return 0
+        return _PLAIN_LOADS | BUFFERS | (IMAGES if all(x.usual for x in self.levels) else 0)
 
 
-@njit(cache=True)
-def _touch(lines: np.ndarray, geometry: np.ndarray, level: int, core: int, line: int, write: bool) -> tuple[bool, int]:
-    """Look a line up in one level and make it the most recent; returns (hit, dirty line evicted or EMPTY)."""
-    ways = geometry[level, 3]
-    first = geometry[level, 0] + core * geometry[level, 1] + (line % geometry[level, 2]) * ways
-    position = 0
-    while position < ways and lines[first + position] >> 1 != line:
-        position += 1
-    hit = position < ways
-    victim = EMPTY
-    entry = 2 * line
-    if hit:
-        entry = lines[first + position]
-    else:
-        position = ways - 1
-        if lines[first + position] & 1 and lines[first + position] != EMPTY:
-            victim = lines[first + position] >> 1
-    for i in range(first + position, first, -1):
-        lines[i] = lines[i - 1]
-    lines[first] = entry | 1 if write else entry
-    return hit, victim
+_SPARE = 8
+"""Cells behind the last set, so that a vector that begins in it stays inside."""
 
 
-@njit(cache=True)
-def _write_back(
-    lines: np.ndarray, geometry: np.ndarray, level: int, core: int, address: int, counts: np.ndarray, row: int, col: int
-) -> None:
-    """A dirty line leaves ``level - 1``: write it to ``level``, on to memory if that evicts in turn."""
-    levels = geometry.shape[0]
-    while level < levels:
-        if not geometry[level, 5] & BUFFERS:
-            level += 1
+def _power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _check_level(level: Level) -> None:
+    name, line = f"cache level {level}", level.line_bytes
+    if not _power_of_two(line) or level.ways < 1 or level.sets < 1:
+        raise LayoutOptError(f"{name}: line must be a power of two and size at least one set")
+    if level.sets * level.ways * line != level.size_bytes:
+        raise LayoutOptError(f"{name}: size is not a multiple of ways x line")
+    if not _power_of_two(level.unit_bytes) or not 1 <= line // level.unit_bytes <= _MOST_SECTORS:
+        raise LayoutOptError(f"{name}: sector must be a power of two, at most a line and at least an eighth of one")
+    for value, known in (
+        (level.serves, tuple(_SERVES)),
+        (level.replacement, REPLACEMENTS),
+        (level.inclusion, INCLUSIONS),
+    ):
+        if value not in known:
+            raise LayoutOptError(f"{name}: {value!r} is none of {', '.join(known)}")
+    if level.replacement == "plru" and (not _power_of_two(level.ways) or level.ways > 64):
+        raise LayoutOptError(f"{name}: a tree needs 1, 2, 4, 8, 16, 32 or 64 ways; take lru")
+
+
+def _check_among(level: Level, nearer: tuple[Level, ...]) -> None:
+    """Whether a level goes with those between it and the core."""
+    name = f"cache level {level}"
+    for inner in nearer:
+        if _SERVES[inner.serves] & _SERVES[level.serves] == 0:
             continue
-        _, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], True)
-        if victim == EMPTY:
-            return
-        address = victim << geometry[level, 4]
-        level += 1
-    counts[row, col + 2 * levels + 1] += 1 << geometry[levels - 1, 4]
+        if inner.line_bytes > level.line_bytes or inner.unit_bytes > level.unit_bytes:
+            raise LayoutOptError(
+                f"{name} is asked for {inner.unit_bytes} bytes by {inner.name}, whose lines have {inner.line_bytes}: "
+                "lines and sectors must not get shorter from the core outwards; make them longer here, or give "
+                f"{inner.name} shorter ones"
+            )
+        if level.inclusion == "inclusive" and inner.write_allocate and not inner.fetch_on_write:
+            raise LayoutOptError(f"{name} is inclusive: {inner.name} must fetch what it stores to (fetch_on_write)")
+    if level.inclusion == "inclusive" and not level.write_allocate:
+        raise LayoutOptError(f"{name} is inclusive: it must allocate on stores (write_allocate)")
+    if level.inclusion == "exclusive":
+        before = nearer[-1] if nearer else None
+        alike = before is not None and before.usual and level.write_back and before.serves == level.serves == "all"
+        if (
+            before is None
+            or not alike
+            or (before.line_bytes, before.unit_bytes) != (level.line_bytes, level.unit_bytes)
+        ):
+            raise LayoutOptError(
+                f"{name} is exclusive: the level before it must have the same lines and sectors, both serve all and "
+                "write back, and that one allocate and fetch on stores"
+            )
 
 
-@njit(cache=True)
+@compiled
 def line_access(
     lines: np.ndarray,
     geometry: np.ndarray,
@@ -154,43 +261,119 @@ def line_access(
     row: int,
     col: int,
 ) -> None:
-    """One access of a byte address, served by the nearest level that has its line.
+    """One access of a byte address, served by the nearest level that has its unit.
 
     Args:
         lines: of the state, updated.
         geometry: of the state.
         core: which core asks.
-        address: byte address.
+        address: byte address, not negative.
         write: store rather than load.
         way: BUFFERS or IMAGES.
         counts: int64, increased in ``counts[row, col : col + 2 * levels + 2]``: hits and misses per level in turn, then
-            bytes read from memory and bytes written to it.
+            bytes read from memory and bytes written to it. Where the array has columns for all
+            ``Hierarchy.counters``, these follow: memory accesses that find their row open and those that do not, then
+            per level misses for want of the line rather than of a sector, sectors written back to it, and those of
+            them whose line it did not have.
         row: which row.
         col: first column.
     """
     levels = geometry.shape[0]
-    dirty = write
-    for level in range(levels):
-        if not geometry[level, 5] & way:
-            continue
-        # A store makes the nearest level's copy dirty; further levels are only read to fill it.
-        hit, victim = _touch(lines, geometry, level, core, address >> geometry[level, 4], dirty)
-        dirty = False
-        if victim != EMPTY:
-            _write_back(lines, geometry, level + 1, core, victim << geometry[level, 4], counts, row, col)
-        if hit:
-            counts[row, col + 2 * level] += 1
-            return
-        counts[row, col + 2 * level + 1] += 1
-    counts[row, col + 2 * levels] += 1 << geometry[levels - 1, 4]
+    wide = counts.shape[1] >= col + 5 * levels + 4
+    tally = counts.ctypes.data + 8 * (row * counts.shape[1] + col)
+    _access(lines.ctypes.data, geometry.ctypes.data, core, address, write, way, tally, wide)
 
 
-@njit(cache=True)
-def _run_lines(lines, geometry, core, addresses, writes, counts):  # noqa: ANN001 - compiled
+@compiled
+def _access(cells: int, table: int, core: int, address: int, write: bool, way: int, tally: int, wide: bool) -> None:
+    if of(table, 0, PLAIN) & (way if write else _PLAIN_LOADS):
+        plain.access(cells, table, core, address, write, way, tally, wide)
+    else:
+        policies.access(cells, table, core, address, write, way, tally, wide)
+
+
+@compiled
+def _run(
+    lines: np.ndarray,
+    geometry: np.ndarray,
+    core: int,
+    addresses: np.ndarray,
+    lengths: np.ndarray,
+    writes: np.ndarray,
+    way: int,
+    counts: np.ndarray,
+) -> None:
+    near, levels = 0, geometry.shape[0]
+    while near + 1 < levels and not geometry[near, SERVES] & way:
+        near += 1
+    cells, table, tally = lines.ctypes.data, geometry.ctypes.data, counts.ctypes.data
+    wide = counts.size >= 5 * levels + 4
+    if geometry[0, PLAIN] & geometry[near, SERVES] & way:
+        plain.run(cells, table, near, core, addresses, lengths, writes, way, tally, wide)
+        return
+    shift = geometry[near, UNIT]
     for i in range(addresses.size):
-        line_access(lines, geometry, core, addresses[i], writes[i], BUFFERS, counts, 0, 0)
+        write = writes[i if writes.size > 1 else 0]
+        length = lengths[i if lengths.size > 1 else 0]
+        for unit in range(addresses[i] >> shift, ((addresses[i] + length - 1) >> shift) + 1):
+            _access(cells, table, core, unit << shift, write, way, tally, wide)
 
 
-def run_lines(state: State, core: int, addresses: np.ndarray, writes: np.ndarray, counts: np.ndarray) -> None:
-    """``line_access`` over arrays (int64 addresses, bool writes; counts [2 * levels + 2]): for plain traces."""
-    _run_lines(state.lines, state.geometry, core, addresses, writes, counts.reshape(1, -1))
+_ONE_BYTE = np.ones(1, dtype=np.int64)
+
+
+def run_lines(
+    state: State,
+    core: int,
+    addresses: np.ndarray,
+    writes: np.ndarray | bool,
+    counts: np.ndarray,
+    way: int = BUFFERS,
+) -> None:
+    """``line_access`` for each of an array of byte addresses.
+
+    Args:
+        state: updated.
+        core: which core asks.
+        addresses: int64, not negative.
+        writes: bool, stores rather than loads; one for each address, or one for all.
+        counts: int64 [2 * levels + 2] or [``Hierarchy.counters``], increased.
+        way: BUFFERS or IMAGES.
+    """
+    run_ranges(state, core, addresses, _ONE_BYTE, writes, counts, way)
+
+
+def run_ranges(
+    state: State,
+    core: int,
+    starts: np.ndarray,
+    lengths: np.ndarray | int,
+    writes: np.ndarray | bool,
+    counts: np.ndarray,
+    way: int = BUFFERS,
+) -> None:
+    """``line_access`` for each unit that each of an array of address ranges touches, in order.
+
+    Args:
+        state: updated.
+        core: which core asks.
+        starts: int64, first byte of each range, not negative.
+        lengths: int64, bytes of each, at least one; or one number for all.
+        writes: bool, stores rather than loads; one for each range, or one for all.
+        counts: int64 [2 * levels + 2] or [``Hierarchy.counters``], increased.
+        way: BUFFERS or IMAGES.
+
+    Raises:
+        LayoutOptError: an address is negative, a range empty, or there are not as many of one as of the other.
+    """
+    starts = np.ascontiguousarray(starts, dtype=np.int64)
+    long = np.ascontiguousarray(np.atleast_1d(lengths), dtype=np.int64)
+    stores = np.ascontiguousarray(np.atleast_1d(writes), dtype=np.bool_)
+    if not starts.size:
+        return
+    if starts.min() < 0 or long.min() < 1 or {long.size, stores.size} - {1, starts.size}:
+        raise LayoutOptError(
+            f"{starts.size} address ranges from {starts.min()} on, {long.size} lengths from {long.min()} on and "
+            f"{stores.size} stores: expected addresses of at least 0, lengths of at least 1, and as many or one of each"
+        )
+    _run(state.lines, state.geometry, core, starts, long, stores, way, counts)

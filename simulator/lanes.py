@@ -1,0 +1,106 @@
+"""Words of memory by address, one at a time and eight at a time: what numba has no word for, put to LLVM itself.
+
+A set is searched and shifted at each access of a cache; written as loops, the one branches at every way and the other
+moves one entry at a time. LLVM makes the vectors into what a processor has. And an array handed from one compiled
+function to the next costs more than looking a line up: bounds, strides and a count of references go along. So what is
+behind ``simulator.cache`` hands on addresses; who calls it holds the arrays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+__all__ = ["LANES", "compiled", "load", "match_lanes", "push_lanes", "store"]
+
+compiled = njit(cache=True, error_model="numpy")  # no look whether a divisor is zero
+
+
+LANES = 8
+_WORD = ir.IntType(64)
+_VECTOR = ir.VectorType(_WORD, LANES)
+_INDEX = ir.IntType(32)
+_INDICES = ir.VectorType(_INDEX, LANES)
+
+
+def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    one = builder.insert_element(undefined, value, ir.Constant(_INDEX, 0))
+    return builder.shuffle_vector(one, undefined, ir.Constant(_INDICES, [0] * LANES))
+
+
+def _place(builder: ir.IRBuilder, address: ir.Value, first: ir.Value, kind: ir.Type) -> ir.Value:
+    """Where the word ``first`` from an address on is, as the address of a word or of a vector."""
+    words = builder.inttoptr(address, _WORD.as_pointer())
+    return builder.bitcast(builder.gep(words, [first]), kind.as_pointer())
+
+
+def _load(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
+    loaded = builder.load(place)
+    loaded.align = 8
+    return loaded
+
+
+@intrinsic
+def load(typing_context, address, index):  # noqa: ANN001, ANN201 - numba's protocol
+    """``load(address, index)``: the int64 that is ``index`` words from a byte address on."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _load(builder, _place(builder, *args, _WORD))
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store(typing_context, address, index, value):  # noqa: ANN001, ANN201 - numba's protocol
+    """``store(address, index, value)``: put an int64 there."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        address, index, value = args
+        builder.store(value, _place(builder, address, index, _WORD)).align = 8
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def match_lanes(typing_context, address, first, key, ignore):  # noqa: ANN001, ANN201 - numba's protocol
+    """``match_lanes(address, first, key, ignore)``: which of the eight words from ``first`` on is ``key``.
+
+    They are compared after their bits ``ignore`` were set. Returns 0 to 7, the first that matches, or 8.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        address, first, key, ignore = args
+        entries = _load(builder, _place(builder, address, first, _VECTOR))
+        same = builder.icmp_unsigned("==", builder.or_(entries, _splat(builder, ignore)), _splat(builder, key))
+        byte = builder.bitcast(same, ir.IntType(LANES))
+        # The bit beyond the lanes stops the count where none matches.
+        stopped = builder.or_(builder.zext(byte, _WORD), ir.Constant(_WORD, 1 << LANES))
+        return builder.cttz(stopped, ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def push_lanes(typing_context, address, first, last, head):  # noqa: ANN001, ANN201 - numba's protocol
+    """``push_lanes(address, first, last, head)``: move words 0 to ``last`` - 1 from ``first`` on up by one.
+
+    ``head`` takes the first place; the word at ``last`` (0 to 7) is lost, those beyond it stay.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        address, first, last, head = args
+        place = _place(builder, address, first, _VECTOR)
+        entries = _load(builder, place)
+        moved = ir.Constant(_INDICES, [LANES, *range(LANES - 1)])
+        shifted = builder.shuffle_vector(entries, _splat(builder, head), moved)
+        lane = ir.Constant(_VECTOR, list(range(LANES)))
+        moves = builder.icmp_unsigned("<=", lane, _splat(builder, last))
+        builder.store(builder.select(moves, shifted, entries), place).align = 8
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
