@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt import __version__, interrupts
+from layoutopt.cli_device import model_for, open_runtime
+from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
-from layoutopt.errors import DeviceError, LayoutOptError
+from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_target
 from layoutopt.show import Progress, emit, out, say, table
 
 if TYPE_CHECKING:
-    from kernels.runtime import Runtime
     from layoutopt.graph import TrainingGraph
 
 app = typer.Typer(
@@ -233,7 +234,7 @@ def calibrate(
         _probes(device, thorough, output, json)
         return
     graphs = tuple(find_graph(g) for g in graph or ())
-    runtime = _runtime(device)
+    runtime = open_runtime(device)
     with Progress("calibrating", quiet=json) as bar:
         path = output or calibrated_path(runtime.info)
         model = calibrate_to(
@@ -284,7 +285,7 @@ def _probes(device: str | None, thorough: bool, output: Path | None, json: bool)
     from costmodel import device as device_models
     from layoutopt.probing import cache_lines, probe_facts, probe_only, probe_rows
 
-    runtime = _runtime(device)
+    runtime = open_runtime(device)
     with Progress("probing", quiet=json):
         model = probe_only(runtime, thorough=thorough)
     if output is not None:
@@ -328,7 +329,7 @@ def plan(
     check_target(output)
     loaded = find_graph(graph)
     check_request([strategy], memory, loaded, storage, micro_batches)
-    model = _model(device_model, device, loaded, json, storage=storage)
+    model = model_for(device_model, device, loaded, json, storage=storage)
     if pareto:
         from layoutopt.cli_pareto import show_pareto
 
@@ -356,32 +357,7 @@ def plan(
     out(f"wrote {output}")
 
 
-@app.command()
-def simulate(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN")],
-    device_model: Model = None,
-    device: Device = None,
-    graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if not beside it.")] = None,
-    top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 12,
-    max_accesses: Annotated[int, typer.Option("--max-accesses", min=1000, help="A launch, before sampling.")] = 200_000,
-    json: Json = False,
-) -> None:
-    """Run a plan's addresses through the device model's caches: hits, misses and bytes per op, tensor and phase."""
-    from layoutopt import plan as plans
-    from layoutopt.models import check_serves, graph_of_plan
-    from simulator.report import as_json, print_report
-    from simulator.simulate import simulate as run_simulation
-
-    loaded_plan = plans.load(plan_file)
-    loaded = graph_of_plan(loaded_plan, plan_file, graph)
-    model = _model(device_model, device, loaded, json)
-    check_serves(loaded_plan, str(plan_file), loaded, model)
-    with Progress("simulating", quiet=json) as bar:
-        report = run_simulation(loaded, loaded_plan, model, max_accesses=max_accesses, progress=bar.count)
-    if json:
-        emit(as_json(report))
-    else:
-        print_report(report, top)
+app.command()(simulate)
 
 
 @app.command()
@@ -408,7 +384,7 @@ def profile(
     with Progress("profiling", quiet=json) as bar:
         executor, inputs, model = prepared(
             target,
-            lambda: _runtime(device),
+            lambda: open_runtime(device),
             device_model,
             graph=graph,
             strategy=strategy,
@@ -452,8 +428,8 @@ def compare(
     loaded = find_graph(graph)
     names = [s.strip() for s in strategies.split(",") if s.strip()]
     check_request(names, memory, loaded, storage)
-    runtime = _runtime(device) if measure else None
-    model = _model(device_model, device, loaded, json, runtime, storage)
+    runtime = open_runtime(device) if measure else None
+    model = model_for(device_model, device, loaded, json, runtime, storage)
     if runtime is not None:
         check_device(model.name, f"device model {device_model}", runtime)
     with Progress("planning", quiet=json) as bar:
@@ -565,7 +541,7 @@ def train(
         refine,
         micro_batches,
     )
-    runtime = _runtime(device)
+    runtime = open_runtime(device)
     with Progress("training", quiet=json) as bar:
         result = finetune(settings, runtime, announce=say, progress=bar)
     if json:
@@ -593,7 +569,9 @@ def demo(
     from layoutopt.demo import run_demo
 
     with Progress("demo", quiet=json) as bar:
-        summary, rows = run_demo(_runtime(device), output, epochs=epochs, calibration_s=calibration, say=say, bar=bar)
+        summary, rows = run_demo(
+            open_runtime(device), output, epochs=epochs, calibration_s=calibration, say=say, bar=bar
+        )
     if json:
         emit(summary)
         return
@@ -627,31 +605,6 @@ def _list_models(json: bool) -> None:
 
 
 # ---- helpers ------------------------------------------------------------------------------------------------------
-
-
-def _runtime(selector: str | None) -> Runtime:
-    from kernels.runtime import Runtime, pick
-
-    return Runtime(pick(selector))
-
-
-def _model(
-    given: str | None,
-    selector: str | None,
-    graph: TrainingGraph,
-    quiet: bool,
-    runtime: Runtime | None = None,
-    storage: str = "fp32",
-):
-    from layoutopt.models import device_model
-
-    if given is None and runtime is None:
-        try:
-            runtime = _runtime(selector)
-        except DeviceError as error:
-            raise DeviceError(f"{error}; without a device give --device-model") from error
-    with Progress("calibrating", quiet=quiet) as bar:
-        return device_model(given, runtime, [graph], announce=say, progress=bar.fraction, storage=storage)
 
 
 def _graph_facts(graph: TrainingGraph) -> dict[str, int | str]:

@@ -1,12 +1,12 @@
-"""Simulate a plan: every step's addresses through the device model's caches, summed per op, tensor and phase.
+"""Simulate a plan: every step's addresses through the device model's caches, summed per op, tensor, operand and phase.
 
-Long launches are sampled by work groups: a head of consecutive groups warms the caches and is counted as it is, the
-next stretch is counted for all the rest. The report says what share of the accesses was really walked.
+Long launches and repeated steps are sampled (``simulator/sampling.py``); the report says what share of the accesses was
+really walked and how far the totals may be off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,58 +14,47 @@ import numpy as np
 from costmodel.device import DeviceModel
 from kernels.bind import BoundStep, bind
 from kernels.nest import Data
+from kernels.spec import Kernel, Launch
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.rewrites import planned_graph
-from simulator.cache import Hierarchy, Level
+from simulator.cache import Hierarchy, Level, State
+from simulator.counts import Counts, Estimate, row_width
+from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
 from simulator.trace import Walk, compile_launch, walk
+from simulator.warming import latest, warm
 
-__all__ = ["CacheReport", "Counts", "hierarchy_of", "simulate"]
+__all__ = ["CacheReport", "Caches", "Counts", "OperandCounts", "hierarchy_of", "simulate"]
 
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
-class Counts:
-    """Counters of a set of accesses.
+class OperandCounts:
+    """Counters of one operand of one step.
 
     Attributes:
-        accesses: load and store instructions of work items.
-        lines: line accesses that reach the first level (coalesced over a wave).
-        bytes_asked: bytes that the instructions move.
-        hits: per level, nearest first.
-        misses: per level.
-        memory_read_bytes: lines fetched from memory.
-        memory_written_bytes: lines written back to memory.
+        step: the op's name, or that of a relayout.
+        kind: of the op, "relayout" for a relayout.
+        phase: forward, loss, backward or update.
+        position: in the op's operands, inputs first, then its workspaces.
+        tensor: the storage, "(workspace)" for a workspace.
+        layout: as the op sees it.
+        write: whether it is an output.
+        alike: equal for steps that run the same kernel: the same op in every layer.
+        counts: its counters.
     """
 
-    accesses: float
-    lines: float
-    bytes_asked: float
-    hits: tuple[float, ...]
-    misses: tuple[float, ...]
-    memory_read_bytes: float
-    memory_written_bytes: float
-
-    @staticmethod
-    def of(row: np.ndarray) -> Counts:
-        """From the walker's counters [3 + 2 * levels + 2]."""
-        levels = row[3:-2]
-        return Counts(
-            float(row[0]),
-            float(row[1]),
-            float(row[2]),
-            tuple(float(x) for x in levels[0::2]),
-            tuple(float(x) for x in levels[1::2]),
-            float(row[-2]),
-            float(row[-1]),
-        )
-
-    @property
-    def hit_rates(self) -> tuple[float, ...]:
-        """Hits over accesses of each level (1 for a level nothing reached)."""
-        return tuple(h / (h + m) if h + m else 1.0 for h, m in zip(self.hits, self.misses, strict=True))
+    step: str
+    kind: str
+    phase: str
+    position: int
+    tensor: str
+    layout: str
+    write: bool
+    alike: int
+    counts: Counts
 
 
 @dataclass(frozen=True)
@@ -78,9 +67,12 @@ class CacheReport:
         by_step: per plan step (op or relayout), in order.
         by_tensor: per storage.
         by_phase: forward, loss, backward, update.
+        operands: per step and operand, in order.
         walked: share of the accesses that were walked rather than extrapolated.
+        steps_walked: steps that were simulated, the others being taken for their equals.
         device: name of the device model.
         modelled: the caches come from public facts rather than from this device.
+        strategy: that the plan was made by.
     """
 
     levels: tuple[str, ...]
@@ -88,9 +80,12 @@ class CacheReport:
     by_step: Mapping[str, Counts]
     by_tensor: Mapping[str, Counts]
     by_phase: Mapping[str, Counts]
+    operands: tuple[OperandCounts, ...]
     walked: float
+    steps_walked: int
     device: str
     modelled: bool
+    strategy: str
 
 
 def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
@@ -118,12 +113,79 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
     return Hierarchy(levels, max(model.limits.compute_units, 1))
 
 
+class Caches:
+    """The caches of a device in use: launches run through them one after the other.
+
+    Args:
+        model: of the device.
+        images: with the caches that serve only images.
+    """
+
+    def __init__(self, model: DeviceModel, images: bool) -> None:
+        self.hierarchy = hierarchy_of(model, images)
+        self.wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
+        self.width = row_width(len(self.hierarchy.levels))
+        self._state: State = self.hierarchy.state()
+        self._scratch = np.zeros((1, self.width), dtype=np.int64)
+
+    def run(
+        self, launch: Walk, addresses: np.ndarray, operands: int, budget: float, lot: np.random.Generator, skip: Skip
+    ) -> Estimate:
+        """One launch, sampled where it has more than ``budget`` accesses.
+
+        Args:
+            launch: compiled.
+            addresses: byte address of each operand.
+            operands: how many there are.
+            budget: accesses.
+            lot: places stretches.
+            skip: warms the caches for work groups that are not walked.
+        """
+        if launch.executions <= budget:
+            return Estimate.exact(self._walked(launch, addresses, operands, 0, launch.groups))
+        per_group = launch.executions / max(launch.groups, 1)
+        head, *stretches = planned_stretches(launch.groups, budget / per_group, self.hierarchy.cores, lot)
+        first = self._walked(launch, addresses, operands, 0, head.last)
+        if not stretches:
+            return Estimate.exact(first)
+        at, found, groups = head.last, [], head.last
+        for stretch in stretches:
+            skip(at, stretch.run_up)
+            self._walked(launch, addresses, operands, stretch.run_up, stretch.first)
+            found.append(self._walked(launch, addresses, operands, stretch.first, stretch.last))
+            at = stretch.last
+            groups += stretch.last - stretch.run_up
+        skip(at, launch.groups)
+        return extrapolated(first, found, [s.scale for s in stretches], groups / launch.groups)
+
+    def _walked(self, launch: Walk, addresses: np.ndarray, operands: int, first: int, last: int) -> np.ndarray:
+        counts = np.zeros((operands, self.width), dtype=np.int64)
+        if last > first:
+            walk(launch, self._state, addresses, counts, first, last, self.hierarchy.cores, self.wave)
+        return counts
+
+    def skipper(self, kernel: Kernel, launch: Launch, addresses: np.ndarray) -> Skip:
+        """What ``run`` takes to skip work groups of a launch."""
+
+        def skip(first: int, last: int) -> None:
+            if last > first:
+                outer = self.hierarchy.levels[-1]
+                boxes = latest(kernel, launch, first, last, outer.size_bytes // outer.line_bytes, outer.line_bytes)
+                warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
+
+        return skip
+
+
+Skip = Callable[[int, int], None]
+
+
 def simulate(
     graph: TrainingGraph,
     plan: Plan,
     model: DeviceModel,
     *,
-    max_accesses: int = 400_000,
+    max_accesses: float = 400_000,
+    repeats: int = 3,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> CacheReport:
@@ -134,75 +196,146 @@ def simulate(
         plan: what runs.
         model: whose caches and wave width.
         max_accesses: per launch, beyond which its work groups are sampled.
-        seed: of the made-up values of integer inputs that steer gathers (token ids).
+        repeats: of steps that run the same kernel after the same kernel so many are simulated; 0 for all.
+        seed: of the sample, and of the made-up values of integer inputs that steer gathers (token ids).
         progress: called with (steps done, steps).
 
     Returns:
         The report.
+
+    Raises:
+        DeviceError: the model has no caches.
+        LayoutOptError: ``max_accesses`` or ``repeats`` make no sample.
     """
+    sampling = Sampling(max_accesses, repeats, seed)
     graph = planned_graph(plan, graph)
     steps = bind(graph, plan, model.limits)
-    hierarchy = hierarchy_of(model, any(launch.images for step in steps for launch in step.kernel.launches))
-    state = hierarchy.state()
-    wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
+    caches = Caches(model, any(launch.images for step in steps for launch in step.kernel.launches))
     address = {slot.name: _PAGE + slot.offset_bytes for slot in plan.arena}
-    width = 3 + 2 * len(hierarchy.levels) + 2
-    per_step: dict[str, np.ndarray] = {}
-    per_tensor: dict[str, np.ndarray] = {}
-    per_phase: dict[str, np.ndarray] = {}
-    executed, walked = 0.0, 0.0
+    keys = _classes(steps)
+    chosen = chosen_members(keys, sampling.repeats, seed)
+    found: list[Estimate | None] = []
     for number, step in enumerate(steps):
-        counts = np.zeros((len(step.slots), width))
         addresses = np.array([address[slot] for slot in step.slots], dtype=np.int64)
-        steer = _made_up_ids(graph, step, seed)
-        for launch in step.kernel.launches:
-            compiled = compile_launch(step.kernel, launch, steer)
-            got, share = _sampled(compiled, state, addresses, counts.shape, hierarchy.cores, wave, max_accesses)
-            counts += got
-            executed += compiled.executions
-            walked += compiled.executions * share
-        _add(per_step, step.label, counts.sum(0))
-        _add(per_phase, step.phase, counts.sum(0))
-        for storage, row in zip(step.storages, counts, strict=True):
-            _add(per_tensor, storage or "(workspace)", row)
+        if chosen[number]:
+            found.append(_simulated(graph, step, caches, addresses, sampling, number))
+        else:
+            for launch in step.kernel.launches:
+                caches.skipper(step.kernel, launch, addresses)(0, launch.nest.groups)
+            found.append(None)
         if progress:
             progress(number + 1, len(steps))
-    total = sum(per_step.values(), np.zeros(width))
-    return CacheReport(
-        tuple(level.name for level in hierarchy.levels),
-        Counts.of(total),
-        _counts(per_step),
-        _counts(per_tensor),
-        _counts(per_phase),
-        walked / executed if executed else 1.0,
-        model.name,
-        model.origin == "modelled",
+    return _report(steps, keys, found, caches, model, plan.solver.strategy)
+
+
+def _classes(steps: Sequence[BoundStep]) -> list[tuple[str, str, str]]:
+    """What makes steps equal: phase, kernel, and the kernel before, which left the caches as they are."""
+    kernels = ["", *(step.kernel.key for step in steps)]
+    return [(step.phase, own, before) for step, own, before in zip(steps, kernels[1:], kernels, strict=False)]
+
+
+def _simulated(
+    graph: TrainingGraph, step: BoundStep, caches: Caches, addresses: np.ndarray, sampling: Sampling, number: int
+) -> Estimate:
+    steer = _made_up_ids(graph, step, sampling.seed)
+    parts, weights = [], []
+    for launch_number, launch in enumerate(step.kernel.launches):
+        compiled = compile_launch(step.kernel, launch, steer)
+        lot = np.random.default_rng([sampling.seed, number, launch_number])
+        skip = caches.skipper(step.kernel, launch, addresses)
+        parts.append(caches.run(compiled, addresses, len(step.slots), sampling.max_accesses, lot, skip))
+        weights.append(compiled.executions)
+    walked = sum(w * p.walked for w, p in zip(weights, parts, strict=True)) / max(sum(weights), 1)
+    return Estimate(
+        np.sum([p.counts for p in parts], axis=0),
+        np.sum([p.variance for p in parts], axis=0),
+        np.sum([p.total_variance for p in parts], axis=0),
+        walked,
     )
 
 
-def _sampled(
-    launch: Walk,
-    state: object,
-    addresses: np.ndarray,
-    shape: tuple[int, ...],
-    cores: int,
-    wave: int,
-    max_accesses: int,
-) -> tuple[np.ndarray, float]:
-    """Counters of a launch, extrapolated beyond ``max_accesses``, and the share of its groups that was walked."""
-    head = np.zeros(shape, dtype=np.int64)
-    if launch.executions <= max_accesses or launch.groups < 4 * cores:
-        walk(launch, state, addresses, head, 0, launch.groups, cores, wave)  # type: ignore[arg-type]
-        return head.astype(float), 1.0
-    per_group = launch.executions / launch.groups
-    half = max(int(max_accesses / per_group / 2) // cores, 1) * cores
-    if 2 * half >= launch.groups:
-        walk(launch, state, addresses, head, 0, launch.groups, cores, wave)  # type: ignore[arg-type]
-        return head.astype(float), 1.0
-    walk(launch, state, addresses, head, 0, half, cores, wave)  # type: ignore[arg-type]
-    tail = np.zeros(shape, dtype=np.int64)
-    walk(launch, state, addresses, tail, half, 2 * half, cores, wave)  # type: ignore[arg-type]
-    return head + tail * ((launch.groups - half) / half), 2 * half / launch.groups
+class _Sums:
+    """Rows and variances by name."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[np.ndarray]] = {}
+
+    def add(self, key: str, row: np.ndarray, variance: np.ndarray) -> None:
+        if key in self._rows:
+            self._rows[key][0] += row
+            self._rows[key][1] += variance
+        else:
+            self._rows[key] = [row.copy(), variance.copy()]
+
+    def counts(self) -> dict[str, Counts]:
+        return {key: Counts.of(row, variance) for key, (row, variance) in self._rows.items()}
+
+
+def _report(
+    steps: Sequence[BoundStep],
+    keys: Sequence[tuple[str, str, str]],
+    found: Sequence[Estimate | None],
+    caches: Caches,
+    model: DeviceModel,
+    strategy: str,
+) -> CacheReport:
+    classes: dict[tuple[str, str, str], list[int]] = {}
+    for number, key in enumerate(keys):
+        classes.setdefault(key, []).append(number)
+    guesses, by_step, by_tensor, by_phase, total = {}, _Sums(), _Sums(), _Sums(), _Sums()
+    for key, members in classes.items():
+        guesses[key], variance = spread_class([e for n in members if (e := found[n]) is not None], len(members))
+        nothing = np.zeros(caches.width)
+        total.add("", nothing, variance)
+        by_phase.add(key[0], nothing, variance)
+    operands = []
+    alike: dict[tuple[str, str], int] = {}
+    walked = executed = 0.0
+    for step, key, own in zip(steps, keys, found, strict=True):
+        estimate = own or guesses[key]
+        row = estimate.total
+        nothing = np.zeros(caches.width)
+        total.add("", row, nothing)
+        by_phase.add(step.phase, row, nothing)
+        by_step.add(step.label, row, estimate.total_variance)
+        walked += row[0] * estimate.walked
+        executed += row[0]
+        group = alike.setdefault(key[:2], len(alike))
+        for position, storage in enumerate(step.storages):
+            one, variance = estimate.counts[position], estimate.variance[position]
+            by_tensor.add(storage or "(workspace)", one, variance)
+            operands.append(_operand(step, position, group, Counts.of(one, variance)))
+    return CacheReport(
+        tuple(level.name for level in caches.hierarchy.levels),
+        total.counts()[""] if steps else Counts.of(np.zeros(caches.width)),
+        by_step.counts(),
+        by_tensor.counts(),
+        _in_order(by_phase.counts(), [step.phase for step in steps]),
+        tuple(operands),
+        walked / executed if executed else 1.0,
+        sum(e is not None for e in found),
+        model.name,
+        model.origin == "modelled",
+        strategy,
+    )
+
+
+def _in_order(counts: Mapping[str, Counts], names: Sequence[str]) -> dict[str, Counts]:
+    return {name: counts[name] for name in dict.fromkeys(names)}
+
+
+def _operand(step: BoundStep, position: int, alike: int, counts: Counts) -> OperandCounts:
+    return OperandCounts(
+        step.label,
+        step.op.kind if step.op else "relayout",
+        step.phase,
+        position,
+        step.storages[position] or "(workspace)",
+        step.kernel.buffer_layout(position).describe(),
+        position >= step.kernel.spec.inputs,
+        alike,
+        counts,
+    )
 
 
 def _made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
@@ -222,11 +355,3 @@ def _made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, 
         rng = np.random.default_rng([seed, *step.storages[position].encode()])
         out[position] = rng.integers(0, limit, shape) if known is None else np.broadcast_to(np.asarray(known), shape)
     return out
-
-
-def _add(into: dict[str, np.ndarray], key: str, row: np.ndarray) -> None:
-    into[key] = into[key] + row if key in into else row.copy()
-
-
-def _counts(rows: Mapping[str, np.ndarray]) -> dict[str, Counts]:
-    return {key: Counts.of(row) for key, row in rows.items()}

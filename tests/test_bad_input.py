@@ -290,7 +290,8 @@ def test_no_device_at_all(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def none(_: object) -> None:
         raise DeviceError("no OpenCL device: the loader found no driver; install one")
 
-    monkeypatch.setattr("layoutopt.cli._runtime", none)
+    for place in ("cli", "cli_device"):
+        monkeypatch.setattr(f"layoutopt.{place}.open_runtime", none)
     assert "without a device give --device-model" in rejected(capsys, tmp_path, "plan", "vit-digits")
     assert "no OpenCL device" in rejected(capsys, tmp_path, "demo")
 

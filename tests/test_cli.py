@@ -242,6 +242,24 @@ def test_simulate_finds_the_graph_beside_the_plan(capsys, net: Path, tmp_path: P
 
 
 @pytest.mark.peer
+def test_simulate_strategies_side_by_side(capsys, net: Path, tmp_path: Path) -> None:
+    options = ("--strategies", "rowmajor,rtile")
+    report = as_json(capsys, "simulate", net, *GENERIC, *options)
+    assert [row["plan"] for row in report["plans"]] == ["rowmajor", "rtile"]
+    assert set(report["plans"][0]["over_first"].values()) <= {1.0, None}
+    text = run(capsys, "simulate", net, *GENERIC, *options)
+    assert "in brackets: over rowmajor" in text
+    files = [str(tmp_path / f"{name}.json") for name in ("one", "two")]
+    for name in files:
+        run(capsys, "plan", net, *GENERIC, "--strategy", "rowmajor", "-o", name)
+    report = as_json(capsys, "simulate", *files, *GENERIC, "--graph", net, "--full")
+    assert [row["plan"] for row in report["plans"]] == files
+    assert report["plans"][0]["total"] == report["plans"][1]["total"]
+    sentence = refused(capsys, "simulate", net, net, *GENERIC)
+    assert "plan files" in sentence
+
+
+@pytest.mark.peer
 def test_compare_without_a_device(capsys, net: Path) -> None:
     got = as_json(capsys, "compare", net, *GENERIC, "--no-measure", "--strategies", "rowmajor, greedy")
     assert [row["strategy"] for row in got["rows"]] == ["rowmajor", "greedy"]

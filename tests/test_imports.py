@@ -29,6 +29,8 @@ FACE = {
         "budget",
         "bundle",
         "cli",
+        "cli_device",
+        "cli_simulate",
         "cli_sweep",
         "cli_pareto",
         "compare",

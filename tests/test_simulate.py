@@ -1,0 +1,236 @@
+"""A step's report: its sums, its samples and their error, what skipped work groups leave, plans side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from costmodel import device as device_models
+from costmodel.device import DeviceModel
+from kernels.nest import Loop, Nest, Phase, at, index
+from kernels.spec import Kernel, Launch
+from layoutopt.errors import LayoutOptError
+from layoutopt.graph import TrainingGraph
+from layoutopt.layout import Layout
+from layoutopt.models import shipped
+from layoutopt.passes import run_passes
+from layoutopt.plan import Plan
+from simulator.counts import NORMAL_95, Counts, Estimate
+from simulator.report import ratios, sources
+from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
+from simulator.simulate import CacheReport, simulate
+from simulator.warming import box_lines, latest, touched
+from tests.graphs import linear_step
+from tests.plans import naive_plan, r_tile
+from tests.test_simulator import kernel_of
+
+LINE = 64
+
+
+@pytest.fixture(scope="module")
+def model() -> DeviceModel:
+    """A phone's caches, small ones, so that small graphs miss."""
+    found = device_models.load("immortalis-g925")
+    small = tuple(replace(c, size_bytes=c.size_bytes // 16) for c in found.caches)
+    return replace(found, caches=small, limits=replace(found.limits, image_support=False))
+
+
+@pytest.fixture(scope="module")
+def digits() -> TrainingGraph:
+    return shipped("vit-digits")
+
+
+@pytest.fixture(scope="module")
+def plan(digits: TrainingGraph, model: DeviceModel) -> Plan:
+    return naive_plan(digits, model.limits)
+
+
+@pytest.fixture(scope="module")
+def full(digits: TrainingGraph, plan: Plan, model: DeviceModel) -> CacheReport:
+    return simulate(digits, plan, model, max_accesses=float("inf"), repeats=0)
+
+
+class TestReport:
+    def test_every_grouping_adds_up(self, model: DeviceModel) -> None:
+        graph = run_passes(linear_step())[0]
+        report = simulate(graph, naive_plan(graph, model.limits, r_tile, relayouts_share=1.0), model)
+        assert report.walked == 1.0
+        assert {one.kind for one in report.operands} >= {"contraction", "relayout"}
+        groups = report.by_step, report.by_tensor, report.by_phase, dict(enumerate(report.operands))
+        for group in groups:
+            counts = [getattr(c, "counts", c) for c in group.values()]
+            assert sum(c.lines for c in counts) == report.total.lines
+            for level in range(len(report.levels)):
+                assert sum(c.misses[level] for c in counts) == report.total.misses[level]
+        assert not any(report.total.misses_95)
+        assert list(report.by_phase) == [p for p in ("forward", "loss", "backward", "update") if p in report.by_phase]
+
+    def test_sources_are_merged_over_repeated_blocks_and_ranked(self, digits, plan, model) -> None:
+        report = simulate(digits, plan, model)
+        found = sources(report)
+        misses = [one.misses[-1] for one in found]
+        assert misses == sorted(misses, reverse=True)
+        assert sum(misses) == pytest.approx(report.total.misses[-1])
+        assert sum(one.share for one in found) == pytest.approx(1.0)
+        assert max(one.times for one in found) >= 3
+
+    def test_ratios_are_over_the_first(self, digits, plan, model) -> None:
+        first = simulate(digits, plan, model)
+        assert set(ratios(first, first).values()) == {1.0}
+        tiled = simulate(digits, naive_plan(digits, model.limits, r_tile), model)
+        found = ratios(tiled, first)
+        assert found["L2 misses"] == pytest.approx(tiled.total.misses[-1] / first.total.misses[-1])
+
+
+class TestStretches:
+    @settings(deadline=None, max_examples=200)
+    @given(st.integers(1, 5000), st.floats(0.5, 5000), st.integers(1, 132), st.integers(0, 9))
+    def test_they_stand_for_every_group_once(self, groups, budget, unit, seed) -> None:
+        found = planned_stretches(groups, budget, unit, np.random.default_rng(seed))
+        assert sum((s.last - s.first) * s.scale for s in found) == pytest.approx(groups)
+        at_group = 0
+        for s in found:
+            assert at_group <= s.run_up <= s.first < s.last <= groups
+            at_group = s.last
+        walked = sum(s.last - s.run_up for s in found)
+        assert len(found) == 1 or walked < groups
+
+    def test_equal_groups_are_extrapolated_without_error(self) -> None:
+        head, one = np.full((2, 4), 3.0), np.full((2, 4), 5.0)
+        found = extrapolated(head, [one] * 4, [10.0] * 4, 0.1)
+        np.testing.assert_allclose(found.counts, 3 + 4 * 10 * 5)
+        assert not found.variance.any()
+        assert not found.total_variance.any()
+
+    def test_nine_in_ten_intervals_hold_the_truth(self) -> None:
+        """Groups of random cost: the intervals are as wide as they should be, neither useless nor too narrow."""
+        rng = np.random.default_rng(11)
+        inside = widths = 0.0
+        for seed in range(300):
+            cost = rng.gamma(2.0, 50.0, 1000)
+            head, *stretches = planned_stretches(1000, 200, 1, np.random.default_rng(seed))
+
+            def of(s, cost=cost):
+                return cost[s.first : s.last].sum().reshape(1, 1)
+
+            found = extrapolated(of(head), [of(s) for s in stretches], [s.scale for s in stretches], 0.2)
+            half = NORMAL_95 * found.total_variance[0] ** 0.5
+            inside += abs(found.counts[0, 0] - cost.sum()) <= half
+            widths += half / cost.sum()
+        assert 0.75 <= inside / 300 <= 1.0  # five stretches: less than 0.95 is sure to be inside
+        assert widths / 300 < 0.2
+
+
+class TestEqualSteps:
+    def test_of_a_repeated_block_whole_copies_are_simulated(self) -> None:
+        keys = [*("in",), *("a", "b", "c") * 12, *("out",)]
+        chosen = chosen_members(keys, 3, 5)
+        assert chosen[0]
+        assert chosen[-1]
+        blocks = [tuple(chosen[1 + 3 * i : 4 + 3 * i]) for i in range(12)]
+        assert set(blocks) == {(True,) * 3, (False,) * 3}
+        assert blocks.count((True,) * 3) == 3
+        assert all(chosen_members(keys, 0, 5))
+
+    def test_a_class_that_is_all_simulated_has_no_error_of_its_own(self) -> None:
+        parts = [Estimate.exact(np.full((2, 3), v)) for v in (1, 5)]
+        _, variance = spread_class(parts, 2)
+        assert not variance.any()
+        guess, variance = spread_class(parts, 10)
+        np.testing.assert_allclose(guess.counts, 3.0)
+        # Totals of 2 and 10 over two operands: variance 32; n (n - m) / m of it.
+        np.testing.assert_allclose(variance, 10 * 8 / 2 * 32)
+
+    def test_too_few_to_tell_the_error_are_refused(self) -> None:
+        with pytest.raises(LayoutOptError, match="at least 2 steps"):
+            Sampling(repeats=1)
+
+
+class TestSampledStep:
+    """The full step against its sample: a small model, so that both take a second."""
+
+    def test_repeated_steps(self, digits, plan, model, full) -> None:
+        found = simulate(digits, plan, model, max_accesses=float("inf"))
+        assert found.steps_walked < len(found.by_step)
+        assert found.walked < 1.0
+        for own, true in zip(found.total.misses, full.total.misses, strict=True):
+            assert own == pytest.approx(true, rel=0.03)
+        assert found.total.accesses == pytest.approx(full.total.accesses)
+
+    def test_work_groups(self, digits, plan, model, full) -> None:
+        found = simulate(digits, plan, model, max_accesses=20_000, repeats=0)
+        assert found.steps_walked == len(found.by_step)
+        assert found.walked < 0.8
+        assert all(half > 0 for half in found.total.misses_95)
+        for own, true in zip(found.total.misses, full.total.misses, strict=True):
+            assert own == pytest.approx(true, rel=0.05)
+
+    def test_the_seed_is_all_that_a_sample_depends_on(self, digits, plan, model) -> None:
+        one, two, other = (simulate(digits, plan, model, max_accesses=20_000, seed=s) for s in (1, 1, 2))
+        assert one == two
+        assert one.total != other.total
+
+    def test_a_tensor_row_says_its_own_error(self, digits, plan, model) -> None:
+        found = simulate(digits, plan, model, max_accesses=20_000)
+        widest = max(found.by_tensor.values(), key=lambda c: c.misses_95[-1])
+        assert 0 < widest.misses_95[-1] < found.total.misses[-1]
+
+
+class TestWarming:
+    grid = (Loop("m", 4, "group"), Loop("n", 6, "group"), Loop("l", 2, "item"))
+
+    def kernel(self) -> tuple[Kernel, Launch]:
+        """A product's groups: 8 x 8 tiles of C, a row of A and a column of B each."""
+        accesses = (
+            at(0, index(m=8, i=1), index(k=1), width=1, axis=1),
+            at(1, index(k=1), index(n=8, j=1)),
+            at(2, index(m=8, i=1), index(n=8, j=1), write=True, depth=2),
+        )
+        nest = Nest(self.grid, (Phase((Loop("i", 8), Loop("j", 8), Loop("k", 5)), accesses),))
+        layouts = (Layout.row_major((32, 5)), Layout.r_tile((5, 48), 4, 4), Layout.row_major((32, 48)))
+        return kernel_of(layouts, nest)
+
+    def elements(self, kernel: Kernel, first: int, last: int) -> dict[int, set[int]]:
+        """Lines that groups touch, by brute force."""
+        out: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
+        offsets = [layout.offsets().reshape(layout.shape) for layout in kernel.layouts]
+        for group in range(first, last):
+            m, n = divmod(group, 6)
+            out[0] |= set((offsets[0][8 * m : 8 * m + 8] * 4 // LINE).ravel())
+            out[1] |= set((offsets[1][:, 8 * n : 8 * n + 8] * 4 // LINE).ravel())
+            out[2] |= set((offsets[2][8 * m : 8 * m + 8, 8 * n : 8 * n + 8] * 4 // LINE).ravel())
+        return out
+
+    @pytest.mark.parametrize(("first", "last"), [(0, 24), (0, 1), (7, 8), (4, 9), (2, 20), (6, 12), (3, 24), (5, 7)])
+    def test_boxes_hold_the_lines_that_groups_touch(self, first: int, last: int) -> None:
+        kernel, launch = self.kernel()
+        found: dict[int, set[int]] = {0: set(), 1: set(), 2: set()}
+        for box in touched(kernel, launch, first, last, LINE):
+            found[box.operand] |= set(box_lines(box, 10**6) // LINE)
+            assert box.write == (box.operand == 2)
+        assert found == self.elements(kernel, first, last)
+
+    def test_the_latest_fill_the_cache_and_no_more(self) -> None:
+        kernel, launch = self.kernel()
+        few, many = (latest(kernel, launch, 0, 24, lines, LINE) for lines in (1, 10**6))
+        last_tile = {box.operand: set(box_lines(box, 10**6) // LINE) for box in few}
+        assert last_tile == self.elements(kernel, 23, 24)
+        assert sum(box.lines for box in many) > sum(box.lines for box in few)
+
+    def test_a_box_is_cut_to_its_latest_lines(self) -> None:
+        kernel, launch = self.kernel()
+        (box,) = [box for box in touched(kernel, launch, 0, 24, LINE) if box.operand == 2]
+        whole, part = box_lines(box, 10**6), box_lines(box, 24)
+        assert part.size <= 24 < whole.size
+        assert set(part) <= set(whole)
+        assert part.max() == whole.max()
+
+
+def test_counts_of_nothing_sampled_are_certain() -> None:
+    counts = Counts.of(np.arange(9))
+    assert counts.misses_95 == (0.0, 0.0)
+    assert (counts.hits, counts.misses, counts.memory_bytes) == ((3.0, 5.0), (4.0, 6.0), 15.0)
