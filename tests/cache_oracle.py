@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from simulator.cache import Hierarchy, Level
+from simulator.cache import Hierarchy, Level, line_access
+from simulator.lanes import compiled
+
+
+@compiled
+def drive(lines, geometry, trace, counts):
+    """All accesses of a trace [accesses, 5]: core, address, store, way, row of the counters."""
+    for i in range(trace.shape[0]):
+        store = trace[i, 2] == 1
+        line_access(lines, geometry, trace[i, 0], trace[i, 1], store, trace[i, 3], counts, trace[i, 4], 0)
 
 
 @dataclass

@@ -10,20 +10,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from layoutopt.errors import LayoutOptError
-from simulator.cache import BUFFERS, IMAGES, Hierarchy, Level, line_access
-from simulator.lanes import compiled
+from simulator.cache import BUFFERS, IMAGES, Hierarchy, Level
 from simulator.sets import PLAIN
-from tests.cache_oracle import Oracle
+from tests.cache_oracle import Oracle, drive
 
 WAYS = (1, 2, 3, 4, 7, 8, 9, 12, 16, 17)
 NAMES = {BUFFERS: "buffer", IMAGES: "image"}
-
-
-@compiled
-def drive(lines, geometry, trace, counts):
-    """All accesses of a trace [accesses, 4]: core, address, store, way."""
-    for i in range(trace.shape[0]):
-        line_access(lines, geometry, trace[i, 0], trace[i, 1], trace[i, 2] == 1, trace[i, 3], counts, 0, 0)
 
 
 def compiled_counts(hierarchy: Hierarchy, trace: np.ndarray, *, plain: bool = True) -> list[int]:
@@ -37,7 +29,7 @@ def compiled_counts(hierarchy: Hierarchy, trace: np.ndarray, *, plain: bool = Tr
 
 def oracle_counts(hierarchy: Hierarchy, trace: np.ndarray) -> list[int]:
     oracle = Oracle(hierarchy)
-    for core, address, write, way in trace.tolist():
+    for core, address, write, way, _ in trace.tolist():
         oracle.access(core, address, bool(write), NAMES[way])
     return oracle.counters()
 
@@ -49,7 +41,7 @@ def trace_of(seed: int, cores: int, reach: int, length: int = 400) -> np.ndarray
     near = np.clip(np.roll(far, 1) + draw.integers(-64, 65, length), 0, reach - 1)
     address = np.where(draw.random(length) < 0.5, far, near)
     way = np.where(draw.random(length) < 0.8, BUFFERS, IMAGES)
-    columns = draw.integers(0, cores, length), address, draw.random(length) < draw.random(), way
+    columns = draw.integers(0, cores, length), address, draw.random(length) < draw.random(), way, np.zeros(length)
     return np.stack(columns, axis=1).astype(np.int64)
 
 
