@@ -9,12 +9,13 @@ import typer
 
 from layoutopt.cli_device import model_for
 from layoutopt.errors import LayoutOptError
-from layoutopt.show import Progress, emit
+from layoutopt.show import Progress, emit, out
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
     from layoutopt.graph import TrainingGraph
     from layoutopt.plan import Plan
+    from simulator.simulate import CacheReport
 
 __all__ = ["simulate"]
 
@@ -33,6 +34,8 @@ def simulate(
     repeats: Annotated[int, typer.Option("--repeats", help="Of equal steps so many are simulated; 0: all.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Walk every access; nothing is sampled.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample.")] = 0,
+    pictures: Annotated[Path | None, typer.Option("--pictures", help="Folder to draw into; one plan only.")] = None,
+    picture_kind: Annotated[str, typer.Option("--picture-kind", help="png or svg.")] = "png",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Run plans' addresses through the caches: hits, misses and bytes per op, operand, tensor, phase and strategy."""
@@ -40,7 +43,13 @@ def simulate(
     from simulator.report import as_json, print_report, print_strategies, strategies_json
     from simulator.simulate import simulate as run_simulation
 
+    if pictures is not None:
+        from simulator.pictures import check_pictures
+
+        check_pictures(pictures, picture_kind)
     loaded, model, plans = _plans(targets, graph, device_model, device, strategies, storage, memory, time_limit, json)
+    if pictures is not None and len(plans) > 1:
+        raise LayoutOptError(f"--pictures draws one plan, not {len(plans)}: simulate them one by one")
     reports = {}
     limit, members = (float("inf"), 0) if full else (float(max_accesses), repeats)
     for name, plan in plans.items():
@@ -56,10 +65,21 @@ def simulate(
             print_strategies(reports, predicted_s)
         return
     (report,) = reports.values()
+    drawn = [] if pictures is None else _draw(pictures, picture_kind, report, model)
     if json:
-        emit(as_json(report))
-    else:
-        print_report(report, top)
+        emit({**as_json(report), "pictures": drawn})
+        return
+    print_report(report, top)
+    for path in drawn:
+        out(f"wrote {path}")
+
+
+def _draw(folder: Path, kind: str, report: CacheReport, model: DeviceModel) -> list[str]:
+    from simulator.pictures import write_pictures
+
+    wave = model.limits.simd_width
+    written = write_pictures(folder, report, kind=kind, line_bytes=model.caches[0].line_bytes, wave=wave)
+    return [str(path) for path in written]
 
 
 def _plans(

@@ -260,6 +260,16 @@ def test_simulate_strategies_side_by_side(capsys, net: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.peer
+def test_simulate_draws(capsys, net: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    text = run(capsys, "simulate", net, *GENERIC, "--strategies", "rowmajor", "--pictures", folder)
+    assert f"wrote {folder / 'ops.png'}" in text
+    assert {path.name for path in folder.iterdir()} >= {"ops.png", "tensors.png", "layouts.png"}
+    both = ("--strategies", "rowmajor,rtile", "--pictures", folder)
+    assert "--pictures draws one plan, not 2" in refused(capsys, "simulate", net, *GENERIC, *both)
+
+
+@pytest.mark.peer
 def test_compare_without_a_device(capsys, net: Path) -> None:
     got = as_json(capsys, "compare", net, *GENERIC, "--no-measure", "--strategies", "rowmajor, greedy")
     assert [row["strategy"] for row in got["rows"]] == ["rowmajor", "greedy"]
