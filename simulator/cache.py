@@ -20,7 +20,7 @@ import numpy as np
 from layoutopt.errors import LayoutOptError
 from simulator import plain, policies
 from simulator.lanes import compiled
-from simulator.sets import ALLOCATE, BUFFERS, COLUMNS, EMPTY, FETCH, IMAGES, PLAIN, SERVES, UNIT, WRITE_BACK, of
+from simulator.sets import ALLOCATE, BUFFERS, COLUMNS, EMPTY, FETCH, IMAGES, PLAIN, SERVES, UNIT, WAYS, WRITE_BACK, of
 
 __all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines", "run_ranges"]
 
@@ -288,7 +288,7 @@ def line_access(
 def _access(cells: int, table: int, core: int, address: int, write: bool, way: int, tally: int, wide: bool) -> None:
     if of(table, 0, PLAIN) & (way if write else _PLAIN_LOADS):
         plain.access(cells, table, core, address, write, way, tally, wide)
-    else:
+    elif write or not policies.loads_again(cells, table, core, address, way, tally):
         policies.access(cells, table, core, address, write, way, tally, wide)
 
 
@@ -302,6 +302,8 @@ def _run(
     writes: np.ndarray,
     way: int,
     counts: np.ndarray,
+    fixed: tuple,
+    fixed_2: tuple,
 ) -> None:
     near, levels = 0, geometry.shape[0]
     while near + 1 < levels and not geometry[near, SERVES] & way:
@@ -309,7 +311,7 @@ def _run(
     cells, table, tally = lines.ctypes.data, geometry.ctypes.data, counts.ctypes.data
     wide = counts.size >= 5 * levels + 4
     if geometry[0, PLAIN] & geometry[near, SERVES] & way:
-        plain.run(cells, table, near, core, addresses, lengths, writes, way, tally, wide)
+        plain.run(cells, table, near, core, addresses, lengths, writes, way, tally, wide, fixed, fixed_2)
         return
     shift = geometry[near, UNIT]
     for i in range(addresses.size):
@@ -318,6 +320,9 @@ def _run(
         for unit in range(addresses[i] >> shift, ((addresses[i] + length - 1) >> shift) + 1):
             _access(cells, table, core, unit << shift, write, way, tally, wide)
 
+
+_COMMON_WAYS = ((8, 16), (12, 16), (4, 16))
+"""Of the two nearest levels: compiled each for itself, with the numbers known."""
 
 _ONE_BYTE = np.ones(1, dtype=np.int64)
 
@@ -376,4 +381,6 @@ def run_ranges(
             f"{starts.size} address ranges from {starts.min()} on, {long.size} lengths from {long.min()} on and "
             f"{stores.size} stores: expected addresses of at least 0, lengths of at least 1, and as many or one of each"
         )
-    _run(state.lines, state.geometry, core, starts, long, stores, way, counts)
+    ways = [int(row[WAYS]) for row in state.geometry if row[SERVES] & way]
+    fixed = tuple((None,) * n for n in ways[:2]) if tuple(ways[:2]) in _COMMON_WAYS else ((), ())
+    _run(state.lines, state.geometry, core, starts, long, stores, way, counts, *fixed)

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-__all__ = ["LANES", "compiled", "load", "match_lanes", "push_lanes", "store"]
+__all__ = ["LANES", "compiled", "count_within", "load", "match_lanes", "push_lanes", "store"]
 
 compiled = njit(cache=True, error_model="numpy")  # no look whether a divisor is zero
 
@@ -44,12 +44,19 @@ def _load(builder: ir.IRBuilder, place: ir.Value) -> ir.Value:
     return loaded
 
 
+def _first_set(builder: ir.IRBuilder, lanes: ir.Value) -> ir.Value:
+    """The first lane that holds, or their number."""
+    byte = builder.bitcast(lanes, ir.IntType(LANES))
+    stopped = builder.or_(builder.zext(byte, _WORD), ir.Constant(_WORD, 1 << LANES))
+    return builder.cttz(stopped, ir.Constant(ir.IntType(1), 1))
+
+
 @intrinsic
 def load(typing_context, address, index):  # noqa: ANN001, ANN201 - numba's protocol
     """``load(address, index)``: the int64 that is ``index`` words from a byte address on."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return _load(builder, _place(builder, *args, _WORD))
+        return _load(builder, _place(builder, args[0], args[1], _WORD))
 
     return types.int64(types.int64, types.int64), codegen
 
@@ -67,6 +74,25 @@ def store(typing_context, address, index, value):  # noqa: ANN001, ANN201 - numb
 
 
 @intrinsic
+def count_within(typing_context, address, first, more, shift, line):  # noqa: ANN001, ANN201 - numba's protocol
+    """``count_within(address, first, more, shift, line)``: how many of eight ranges in turn lie within one line.
+
+    The words from ``first`` on are their first bytes, their last bytes are ``more`` further. Returns 0 to 8: those
+    before the first that reaches another line.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        address, first, more, shift, line = args
+        starts = _load(builder, _place(builder, address, first, _VECTOR))
+        ends = builder.add(starts, _splat(builder, more))
+        shift, line = _splat(builder, shift), _splat(builder, line)
+        outside = [builder.icmp_unsigned("!=", builder.lshr(x, shift), line) for x in (starts, ends)]
+        return _first_set(builder, builder.or_(*outside))
+
+    return types.int64(types.int64, types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def match_lanes(typing_context, address, first, key, ignore):  # noqa: ANN001, ANN201 - numba's protocol
     """``match_lanes(address, first, key, ignore)``: which of the eight words from ``first`` on is ``key``.
 
@@ -77,10 +103,7 @@ def match_lanes(typing_context, address, first, key, ignore):  # noqa: ANN001, A
         address, first, key, ignore = args
         entries = _load(builder, _place(builder, address, first, _VECTOR))
         same = builder.icmp_unsigned("==", builder.or_(entries, _splat(builder, ignore)), _splat(builder, key))
-        byte = builder.bitcast(same, ir.IntType(LANES))
-        # The bit beyond the lanes stops the count where none matches.
-        stopped = builder.or_(builder.zext(byte, _WORD), ir.Constant(_WORD, 1 << LANES))
-        return builder.cttz(stopped, ir.Constant(ir.IntType(1), 1))
+        return _first_set(builder, same)
 
     return types.int64(types.int64, types.int64, types.int64, types.int64), codegen
 

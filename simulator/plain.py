@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from simulator.lanes import compiled, load, store
+from simulator.lanes import LANES, compiled, count_within, load, store
 from simulator.sets import (
+    BANKS,
     BUFFERS,
     EMPTY,
     LEVELS,
@@ -132,6 +133,21 @@ def access(
 
 
 @compiled
+def _has(cells: int, first: int, ways: int, key: int, write: bool) -> bool:
+    """Whether a set has a line; it is then the one used last, and dirty if it is stored to."""
+    entry = load(cells, first)
+    if entry | DIRTY != key:
+        position = find(cells, first, ways, key, DIRTY)
+        if position == ways:
+            return False
+        entry = load(cells, first + position)
+        push(cells, first, ways, position, entry)
+    if write and entry != key:
+        store(cells, first, key)
+    return True
+
+
+@compiled
 def run(
     cells: int,
     table: int,
@@ -143,8 +159,10 @@ def run(
     way: int,
     tally: int,
     wide: bool,
+    fixed: tuple,
+    fixed_2: tuple,
 ) -> None:
-    """``access`` over address ranges, what the nearest level needs kept at hand.
+    """``access`` over address ranges, with what the two nearest levels need, and their counters, kept at hand.
 
     Args:
         cells: address of the state's.
@@ -157,34 +175,99 @@ def run(
         way: BUFFERS or IMAGES.
         tally: address of the counters.
         wide: whether there are columns for all counters.
+        fixed: as long as the nearest level has ways, for code that knows their number; or empty.
+        fixed_2: likewise of the next level.
     """
-    shift, ways = of(table, near, LINE), of(table, near, WAYS)
-    start, mask = first_of(table, near, core, 0), of(table, near, MASK)
-    hits, length, write = 0, lengths[0], writes[0]
+    levels = of(table, 0, LEVELS)
+    second = near + 1
+    while second < levels and not of(table, second, SERVES) & way:
+        second += 1
+    two = second < levels and of(table, second, SERVES) & BUFFERS != 0
+    shift, ways, start = of(table, near, LINE), of(table, near, WAYS), first_of(table, near, core, 0)
+    mask, mask_2, shift_2, ways_2, start_2 = of(table, near, MASK), 0, 0, 0, 0
+    if two:
+        mask_2, shift_2, ways_2 = of(table, second, MASK), of(table, second, LINE), of(table, second, WAYS)
+        start_2 = first_of(table, second, core, 0)
+    if len(fixed):
+        ways = len(fixed)
+    if len(fixed_2):
+        ways_2 = len(fixed_2)
+    last_level = two and second + 1 == levels and not of(table, 0, BANKS)
+    size_2 = 1 << shift_2
+    hits, misses, hits_2, misses_2, written, returned, absent = 0, 0, 0, 0, 0, 0, 0
+    length, write = lengths[0], writes[0]
     each_length, each_write = lengths.size > 1, writes.size > 1
-    for i in range(addresses.size):
+    place, recent, i = addresses.ctypes.data, -1, 0
+    while i < addresses.size:
         if each_length:
             length = lengths[i]
         if each_write:
             write = writes[i]
         line = addresses[i] >> shift
         last = (addresses[i] + length - 1) >> shift
+        i += 1
+        if line == recent and last == line:
+            # Often the neighbours in an array: those in the same line all hit.
+            more = 0
+            if not each_length and i + LANES <= addresses.size:
+                more = count_within(place, i, length - 1, shift, line)
+            if each_write:
+                for k in range(i, i + more):
+                    write |= writes[k]
+            hits += 1 + more
+            i += more
+            if write:
+                number = line & mask if mask >= 0 else set_of(table, near, line)
+                store(cells, start + number * ways, line << 2 | 3)
+            continue
+        recent = last
         while line <= last:
             number = line & mask if mask >= 0 else set_of(table, near, line)
             first = start + number * ways
             key = line << 2 | 3
-            if load(cells, first) | DIRTY == key:
+            if _has(cells, first, ways, key, write):
                 hits += 1
-                if write:
-                    store(cells, first, key)
+            elif not two:
+                beyond(cells, table, near, core, line << shift, write, way, tally, wide)
             else:
-                position = find(cells, first, ways, key, DIRTY)
-                if position < ways:
-                    push(cells, first, ways, position, load(cells, first + position))
-                    hits += 1
-                    if write:
-                        store(cells, first, key)
+                misses += 1
+                line_2 = line << shift >> shift_2
+                number = line_2 & mask_2 if mask_2 >= 0 else set_of(table, second, line_2)
+                first_2 = start_2 + number * ways_2
+                if _has(cells, first_2, ways_2, line_2 << 2 | 3, False):
+                    hits_2 += 1
+                elif last_level:
+                    misses_2 += 1
+                    gone = push(cells, first_2, ways_2, ways_2 - 1, line_2 << 2 | 1)
+                    if gone & DIRTY and gone != EMPTY:
+                        written += size_2
                 else:
-                    beyond(cells, table, near, core, line << shift, write, way, tally, wide)
+                    beyond(cells, table, second, core, line << shift, False, way, tally, wide)
+                gone = push(cells, first, ways, ways - 1, key if write else line << 2 | 1)
+                if gone & DIRTY and gone != EMPTY:
+                    returned += 1
+                    line_2 = gone >> 2 << shift >> shift_2
+                    number = line_2 & mask_2 if mask_2 >= 0 else set_of(table, second, line_2)
+                    first_2 = start_2 + number * ways_2
+                    if not _has(cells, first_2, ways_2, line_2 << 2 | 3, True):
+                        absent += 1
+                        gone = push(cells, first_2, ways_2, ways_2 - 1, line_2 << 2 | 3)
+                        if gone & DIRTY and gone != EMPTY:
+                            if last_level:
+                                written += size_2
+                            else:
+                                _write_back(cells, table, second, core, gone, tally, wide)
             line += 1
     add(tally, 2 * near, hits)
+    if two:
+        add(tally, 2 * near + 1, misses)
+        add(tally, 2 * second, hits_2)
+        add(tally, 2 * second + 1, misses_2)
+        add(tally, 2 * levels, misses_2 * size_2)
+        add(tally, 2 * levels + 1, written)
+        if wide:
+            extra = 2 * levels + 4
+            add(tally, extra + 3 * near, misses)
+            add(tally, extra + 3 * second, misses_2)
+            add(tally, extra + 3 * second + 1, returned)
+            add(tally, extra + 3 * second + 2, absent)

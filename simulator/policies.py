@@ -30,6 +30,8 @@ from simulator.sets import (
     INCLUSIVE,
     LEVELS,
     LINE,
+    PLRU,
+    POLICY,
     SECTORS,
     SERVES,
     STORES,
@@ -37,12 +39,14 @@ from simulator.sets import (
     WAYS,
     WRITE_BACK,
     add,
+    first_of,
     insert,
     memory,
     missed,
     of,
     remove,
     seek,
+    set_of,
     use,
     written_back,
 )
@@ -227,6 +231,20 @@ def _fill(
         bits |= bits << of(table, level, SECTORS)
     gone = _take(cells, table, level, core, address >> of(table, level, LINE), bits | moved)
     _release(cells, table, level, core, gone, tally, wide)
+
+
+@compiled
+def loads_again(cells: int, table: int, core: int, address: int, way: int, tally: int) -> bool:
+    """Whether a load hits what stands first in its set, where that changes nothing; it is counted then."""
+    level = _next(table, -1, way)
+    if level == of(table, 0, LEVELS) or of(table, level, POLICY) == PLRU:
+        return False
+    line = address >> of(table, level, LINE)
+    entry = load(cells, first_of(table, level, core, set_of(table, level, line)))
+    if entry >> 2 * of(table, level, SECTORS) != line or not entry & _sector(table, level, address):
+        return False
+    add(tally, 2 * level, 1)
+    return True
 
 
 @compiled

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from layoutopt.errors import LayoutOptError
-from simulator.cache import BUFFERS, IMAGES, Hierarchy, Level
+from simulator.cache import BUFFERS, IMAGES, Hierarchy, Level, run_lines
 from simulator.sets import PLAIN
 from tests.cache_oracle import Oracle, drive
 
@@ -118,6 +118,38 @@ def test_the_fast_case_counts_as_the_general_one_and_the_oracle(data, levels, se
     fast = compiled_counts(hierarchy, trace)
     assert fast == compiled_counts(hierarchy, trace, plain=False)
     assert fast == oracle_counts(hierarchy, trace)
+
+
+def elements_of(seed: int, reach: int) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses as arrays are walked, four bytes at a time with jumps now and then, and which are stores."""
+    draw = np.random.default_rng(seed)
+    steps = np.where(draw.random(600) < 0.05, draw.integers(-reach, reach, 600), 4)
+    return np.cumsum(steps) % reach, draw.random(600) < draw.random() * draw.integers(0, 2)
+
+
+BULK_WAYS = [(8, 16), (12, 16), (4, 16), (3, 5)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data(), st.sampled_from(BULK_WAYS), st.integers(1, 3), st.integers(0, 10**6), st.sampled_from([2000, 20000]))
+def test_bulk_counts_as_one_by_one(data, ways, levels, seed, reach):
+    """Two, one and three levels, with and without rows, levels that images pass by, all or few counters."""
+    shape = [replace(data.draw(usual_level(i)), ways=(*ways, 7)[i]) for i in range(levels)]
+    sets = data.draw(st.sampled_from([1, 2, 3, 4]))
+    shape = [replace(x, size_bytes=sets * x.ways * (32 << i), line_bytes=32 << i) for i, x in enumerate(shape)]
+    banks, wide = data.draw(st.sampled_from([0, 3])), data.draw(st.booleans())
+    hierarchy = Hierarchy(tuple(shape), 2, 512 if banks else 0, banks)
+    way = data.draw(st.sampled_from([BUFFERS, IMAGES]))
+    addresses, stores = elements_of(seed, reach)
+    counts = np.zeros(hierarchy.counters if wide else 2 * levels + 2, dtype=np.int64)
+    bulk = hierarchy.state()
+    run_lines(bulk, 1, addresses, stores, counts, way)
+    fill = np.ones_like(addresses)
+    trace = np.stack((fill, addresses, stores, fill * way, fill * 0), axis=1).astype(np.int64)
+    single, expected = hierarchy.state(), np.zeros((1, counts.size), dtype=np.int64)
+    drive(single.lines, single.geometry, trace, expected)
+    assert counts.tolist() == expected[0].tolist()
+    np.testing.assert_array_equal(bulk.lines, single.lines)
 
 
 @pytest.mark.parametrize("change", [{"write_back": False}, {"write_allocate": False}, {"fetch_on_write": False}])
