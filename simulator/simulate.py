@@ -99,7 +99,17 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
         DeviceError: the model says nothing of its caches, or of none that both ways pass.
     """
     levels = tuple(
-        Level(c.name, c.sets * c.ways * c.line_bytes, c.line_bytes, c.ways, c.shared, c.serves)
+        Level(
+            c.name,
+            c.sets * c.ways * c.line_bytes,
+            c.line_bytes,
+            c.ways,
+            c.shared,
+            c.serves,
+            sector_bytes=c.sector_bytes,
+            write_back=c.write_back,
+            write_allocate=c.write_allocate,
+        )
         for c in model.caches
         if (images or c.serves != "image") and c.size_bytes
     )
@@ -126,7 +136,7 @@ class Caches:
         self.wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
         self.width = row_width(len(self.hierarchy.levels))
         self._state: State = self.hierarchy.state()
-        self._scratch = np.zeros((1, self.width), dtype=np.int64)
+        self._scratch = np.zeros(self.width - 3, dtype=np.int64)
 
     def run(
         self, launch: Walk, addresses: np.ndarray, operands: int, budget: float, lot: np.random.Generator, skip: Skip
@@ -170,7 +180,7 @@ class Caches:
         def skip(first: int, last: int) -> None:
             if last > first:
                 outer = self.hierarchy.levels[-1]
-                boxes = latest(kernel, launch, first, last, outer.size_bytes // outer.line_bytes, outer.line_bytes)
+                boxes = latest(kernel, launch, first, last, outer.size_bytes // outer.unit_bytes, outer.unit_bytes)
                 warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
 
         return skip

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from math import prod
 
 import numpy as np
-from numba import njit
 
 from kernels.nest import Index, Loop
 from kernels.spec import Kernel, Launch
 from layoutopt.graph import DTYPES
 from layoutopt.layout import Layout
-from simulator.cache import BUFFERS, IMAGES, Hierarchy, State, line_access
+from simulator.cache import BUFFERS, IMAGES, Hierarchy, State, run_lines
 
 __all__ = ["Box", "box_lines", "latest", "touched", "warm"]
 
 _ENOUGH = 1.5
 """Lines that are touched over those that the last level holds: its sets do not fill evenly."""
+
+_SLICES = 64
 
 Ranges = dict[str, tuple[int, int]]
 """First and last value of each loop variable."""
@@ -213,26 +214,27 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
         hierarchy: of the state.
         addresses: byte address of each operand's allocation.
         boxes: see ``latest``.
-        scratch: a row of counters to be thrown away [1, columns].
+        scratch: counters of the hierarchy, to be thrown away [columns].
     """
     last = hierarchy.levels[-1]
     all_lines = max(sum(box.lines for box in boxes), 1)
-    part = min(1.0, _ENOUGH * last.size_bytes / last.line_bytes / all_lines)
-    where, turn, what = [], [], []
+    part = min(1.0, _ENOUGH * last.size_bytes / last.unit_bytes / all_lines)
+    where, turn, written, image = [], [], [], []
     for box in boxes:
         own = addresses[box.operand] + box_lines(box, max(int(box.lines * part), 1))
         where.append(own)
         turn.append(box.piece + np.arange(own.size) / own.size)
-        what.append(np.full(own.size, 2 * (IMAGES if box.image else BUFFERS) + box.write, dtype=np.int64))
-    if boxes:
-        order = np.argsort(np.concatenate(turn), kind="stable")
-        lines, ways = np.concatenate(where)[order], np.concatenate(what)[order]
-        _touch(state.lines, state.geometry, lines, ways, hierarchy.cores, scratch)
-
-
-@njit(cache=True)
-def _touch(
-    cached: np.ndarray, geometry: np.ndarray, lines: np.ndarray, ways: np.ndarray, cores: int, scratch: np.ndarray
-) -> None:
-    for i in range(lines.size):
-        line_access(cached, geometry, i % cores, lines[i], ways[i] % 2 == 1, ways[i] // 2, scratch, 0, 0)
+        written.append(np.full(own.size, box.write))
+        image.append(np.full(own.size, box.image))
+    if not boxes:
+        return
+    order = np.argsort(np.concatenate(turn), kind="stable")
+    lines, writes, images = (np.concatenate(x)[order] for x in (where, written, image))
+    # A slice is one core's, as a work group is.
+    slices = min(_SLICES, lines.size)
+    for number in range(slices):
+        part_of = slice(number * lines.size // slices, (number + 1) * lines.size // slices)
+        for way, own in ((BUFFERS, ~images[part_of]), (IMAGES, images[part_of])):
+            if own.any():
+                core = number % hierarchy.cores
+                run_lines(state, core, lines[part_of][own], writes[part_of][own], scratch, way)
