@@ -57,7 +57,11 @@ class CacheLevel:
         latency_s: of a hit.
         bandwidth_bytes_per_s: of hits, whole device.
         write_back: a store is written on eviction rather than at once.
-        write_allocate: a store that misses fetches its line.
+        write_allocate: a store that misses takes its line in.
+        fetch_on_write: it is then fetched, rather than only what was stored kept.
+        replacement: "lru", "fifo", "plru" or "random".
+        inclusion: "none"; "inclusive" of what nearer caches hold; "exclusive": holds what had to go from them.
+        hashed: all bits of an address pick its set, rather than some.
         source: where the numbers come from.
         confidence: "high", "medium", "low" or "assumed".
     """
@@ -73,6 +77,10 @@ class CacheLevel:
     bandwidth_bytes_per_s: float = 0.0
     write_back: bool = True
     write_allocate: bool = True
+    fetch_on_write: bool = True
+    replacement: str = "lru"
+    inclusion: str = "none"
+    hashed: bool = False
     source: str = ""
     confidence: str = "assumed"
 
@@ -237,6 +245,8 @@ class DeviceModel:
         content = dataclasses.asdict(typed)
         # Models made before there were these entries keep their hash.
         _drop_unset(content["limits"], ("image_max_buffer_texels",))
+        for cache in content["caches"]:
+            _drop_usual(cache, ("fetch_on_write", "replacement", "inclusion", "hashed"))
         for fitted in content["constants"].values():
             _drop_unset(fitted, ("spread_90", "error_90", "corrected"))
         for taken in content["measurements"].values():
@@ -249,6 +259,12 @@ def _drop_unset(table: dict[str, Any], keys: tuple[str, ...]) -> None:
     for key in keys:
         if not table.get(key):
             table.pop(key, None)
+
+
+def _drop_usual(cache: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for key in keys:
+        if cache[key] == getattr(CacheLevel, key):
+            del cache[key]
 
 
 # ---- files ------------------------------------------------------------------------------------------------------

@@ -109,6 +109,10 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
             sector_bytes=c.sector_bytes,
             write_back=c.write_back,
             write_allocate=c.write_allocate,
+            fetch_on_write=c.fetch_on_write,
+            replacement=c.replacement,
+            inclusion=c.inclusion,
+            hashed=c.hashed,
         )
         for c in model.caches
         if (images or c.serves != "image") and c.size_bytes
@@ -120,7 +124,9 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
             f"device model {model.name} has {levels[-1].name} last, which serves only {levels[-1].serves} accesses: "
             "the last cache must serve all"
         )
-    return Hierarchy(levels, max(model.limits.compute_units, 1))
+    rows = {"row_bytes": "memory_row_bytes", "banks": "memory_banks"}
+    stated = {name: int(model.number(key)) for name, key in rows.items() if key in model.facts}
+    return Hierarchy(levels, max(model.limits.compute_units, 1), **stated)
 
 
 class Caches:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costmodel.device import CacheLevel, DeviceModel, Fact, list_builtin, load
 from layoutopt.errors import LayoutOptError
 from simulator.cache import IMAGES, Hierarchy, Level, run_lines, run_ranges
+from simulator.simulate import hierarchy_of
 
 LINE = 64
 
@@ -375,3 +377,36 @@ def test_levels_that_cannot_be_are_refused(levels, match):
 def test_memory_that_cannot_be_is_refused(row_bytes, banks):
     with pytest.raises(LayoutOptError, match="banks"):
         Hierarchy((FIRST,), row_bytes=row_bytes, banks=banks)
+
+
+class TestDeviceModels:
+    """What a device model says of its caches is what is simulated."""
+
+    CACHES = (
+        CacheLevel("L1", 4096, 128, 4, sector_bytes=32, write_back=False, fetch_on_write=False, replacement="fifo"),
+        CacheLevel("L2", 65536, 128, 16, True, hashed=True, replacement="plru", inclusion="inclusive"),
+    )
+
+    def model(self, **changes) -> DeviceModel:
+        facts = {"memory_row_bytes": Fact(2048, "tests", "high"), "memory_banks": Fact(64, "tests", "high")}
+        limits = replace(load("nvidia-h200").limits, compute_units=3)
+        return replace(DeviceModel("d", "", "", limits, caches=self.CACHES, facts=facts), **changes)
+
+    def test_every_entry_is_taken_over(self):
+        first = Level("L1", 4096, 128, 4, False, "all", 32, "fifo", False, True, False)
+        second = Level("L2", 65536, 128, 16, True, "all", 0, "plru", inclusion="inclusive", hashed=True)
+        caches = (self.CACHES[0], replace(self.CACHES[1], inclusion="none"))
+        expected = Hierarchy((first, replace(second, inclusion="none")), 3, 2048, 64)
+        assert hierarchy_of(self.model(caches=caches)) == expected
+        caches = (replace(self.CACHES[0], fetch_on_write=True), self.CACHES[1])
+        expected = Hierarchy((replace(first, fetch_on_write=True), second), 3, 2048, 64)
+        assert hierarchy_of(self.model(caches=caches)) == expected
+
+    def test_levels_that_do_not_go_together_are_refused(self):
+        with pytest.raises(LayoutOptError, match="fetch_on_write"):
+            hierarchy_of(self.model())
+
+    @pytest.mark.parametrize("name", list_builtin())
+    def test_shipped_models_have_caches_that_can_be(self, name):
+        state = hierarchy_of(load(name), images=True).state()
+        assert state.lines.nbytes < 16 << 20

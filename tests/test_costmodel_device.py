@@ -67,6 +67,16 @@ def test_a_thousand_measurements_stay_small_and_quick(tmp_path):
     assert time.perf_counter() - begin < 5, "about 0.1 s on a quiet machine"
 
 
+def test_a_file_older_than_cache_policies_keeps_its_hash():
+    new = ("fetch_on_write", "replacement", "inclusion", "hashed")
+    text = device.dumps(model())
+    older = "\n".join(line for line in text.splitlines() if not line.startswith(new))
+    assert older != text
+    assert device.loads(older).hash == model().hash
+    for change in ({"fetch_on_write": False}, {"replacement": "plru"}, {"inclusion": "inclusive"}, {"hashed": True}):
+        assert model(caches=(replace(model().caches[0], **change),)).hash != model().hash
+
+
 MEASURED = {"nvidia-h200", "pocl-cpu-3.0", "pocl-cpu-3.1"}
 
 
