@@ -3,7 +3,8 @@
 pycachesim differs from us in two ways, which the configurations here leave out. It does not count a store that hits,
 nor call its line used: so a store is given to it as a load and a store, or the level is FIFO. It counts what is written
 back to a level as accesses of it, and does not call a line used by that: so the second level is FIFO where there are
-stores, and its misses are compared with those that we count apart. cachegrind knows no dirty lines: a store is a load.
+stores, and its misses are compared with those that we count apart. A number given alone is read into half of a word
+whose other half is left as it was; lists are read whole. cachegrind knows no dirty lines: a store is a load.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ def test_stores_miss_and_are_written_back_as_in_pycachesim(sets, ways, sets_2, w
     run_lines(hierarchy.state(), 0, addresses, stores, counts)
     (first, second), theirs = theirs_of(levels)
     for address, store in zip(addresses.tolist(), stores.tolist(), strict=True):
-        theirs.load(address)
+        theirs.load([address])
         if store:
-            theirs.store(address)
+            theirs.store([address])
     returned, absent = counts[12:14].tolist()
     assert counts[:2].tolist() == [first.HIT_count, first.MISS_count]
     assert counts[2:4].tolist() == [second.HIT_count, second.MISS_count - absent]
@@ -112,7 +113,7 @@ def test_stores_go_through_as_in_pycachesim(sets, ways, sets_2, ways_2, seed):
     drive(state.lines, state.geometry, trace, counts)
     (first, second), theirs = theirs_of(levels)
     for address, store in zip(addresses.tolist(), stores.tolist(), strict=True):
-        (theirs.store if store else theirs.load)(address)
+        (theirs.store if store else theirs.load)([address])
     loads, both = counts[0], counts.sum(0)
     assert loads[:2].tolist() == [first.HIT_count, first.MISS_count]
     assert both[2] + both[3] == first.MISS_count + second.STORE_count
@@ -130,7 +131,7 @@ def test_ranges_hit_and_miss_as_in_pycachesim(sets, ways, sets_2, ways_2, seed):
     run_ranges(Hierarchy(levels).state(), 0, addresses, lengths, False, counts)
     caches, theirs = theirs_of(levels)
     for start, length in zip(addresses.tolist(), lengths.tolist(), strict=True):
-        theirs.load(start, length=length)
+        theirs.load([start], length=length)
     assert counts[:4].tolist() == [n for cache in caches for n in (cache.HIT_count, cache.MISS_count)]
 
 
