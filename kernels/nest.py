@@ -8,7 +8,9 @@ written as loops, outermost first: those of kind "group" enumerate work groups i
 the work items of a group (the last varies fastest: neighbouring lanes). A phase is a nest of sequential loops around
 accesses in program order. An index is quasi-affine in the loop variables (terms ``coef * (loop // div % mod)``), or the
 value of an integer operand (a gather). An access whose coordinate lies outside the operand's shape does not happen: the
-kernel guards it.
+kernel guards it; a vector that ends outside is done value by value, as far as the shape goes. What else a kernel does
+at borders an access says by ``clamps``, ``when``, ``vector_when`` and ``past``, and a phase by ``border``. The
+simulator follows them; the cost model counts as if they were not there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,22 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["Access", "Data", "Index", "Loop", "Nest", "Phase", "Term", "at", "index", "var"]
+__all__ = [
+    "NEVER",
+    "Access",
+    "Bound",
+    "Clamp",
+    "Data",
+    "Index",
+    "Loop",
+    "Nest",
+    "Phase",
+    "Term",
+    "at",
+    "index",
+    "var",
+    "within",
+]
 
 
 class Term(NamedTuple):
@@ -41,13 +58,20 @@ class Index:
             return Index(self.const + other, self.terms)
         return Index(self.const + other.const, self.terms + other.terms)
 
+    def __neg__(self) -> Index:
+        return Index(-self.const, tuple(t._replace(coef=-t.coef) for t in self.terms))
+
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """A coordinate read from integer operand ``operand`` at ``index``: gather and scatter."""
+    """A coordinate read from integer operand ``operand`` at ``index``: gather and scatter.
+
+    ``nowhere`` is a value that stands for no place: what is accessed there does not happen.
+    """
 
     operand: int
     index: tuple[Index, ...]
+    nowhere: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +81,30 @@ class Loop:
     name: str
     extent: int
     kind: Literal["group", "item", "seq"] = "seq"
+
+
+class Bound(NamedTuple):
+    """``value < below``; an integer that is read must be a place too (not negative, nor the one that is nowhere)."""
+
+    value: Index | Data
+    below: int
+
+
+def within(value: Index, extent: int) -> tuple[Bound, Bound]:
+    """``0 <= value < extent``."""
+    return Bound(value, extent), Bound(-value, 1)
+
+
+NEVER = (Bound(Index(), 0),)
+"""``when`` of an access that is there for the cost model alone, where what really happens is in ``Phase.border``."""
+
+
+class Clamp(NamedTuple):
+    """The coordinate of ``axis`` is ``min(index, most) + plus``: an item at the border reads again what exists."""
+
+    axis: int
+    most: int
+    plus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +118,11 @@ class Access:
         axis: the vector's axis; irrelevant for width 1.
         write: store rather than load. An atomic update is a load and a store.
         depth: how many of the phase's loops enclose it (the rest do not repeat it: the value stays in a register).
+        clamps: coordinates that stay within a limit; of a vector along its axis the first value, or each where it is
+            done value by value.
+        when: all must hold, or the access does not happen.
+        vector_when: all must hold, or a vector is done value by value.
+        past: what lies outside the shape is accessed too, in the layout's padding.
     """
 
     operand: int
@@ -78,6 +131,10 @@ class Access:
     axis: int = 0
     write: bool = False
     depth: int = -1  # -1: all loops
+    clamps: tuple[Clamp, ...] = ()
+    when: tuple[Bound, ...] = ()
+    vector_when: tuple[Bound, ...] = ()
+    past: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +142,14 @@ class Phase:
     """Sequential loops (outermost first) around accesses; ``flops`` per innermost iteration of one work item.
 
     Accesses of one depth are in program order; accesses of lesser depth come before the inner loops when they are
-    loads and after them when they are stores.
+    loads and after them when they are stores. ``border``: accesses that few work items make, where the sizes do not
+    divide; they come after the others of their depth, and the cost model leaves them out.
     """
 
     loops: tuple[Loop, ...]
     accesses: tuple[Access, ...]
     flops: int = 0
+    border: tuple[Access, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +159,14 @@ class Nest:
     Attributes:
         grid: loops over work groups and items.
         phases: in order.
+        shared: outermost loops that all phases have in common, in each of whose iterations the phases run one after the
+            other; the cost model sees each phase run them for itself.
         memo: what is worked out from the nest and worth keeping with it: its counts on a machine.
     """
 
     grid: tuple[Loop, ...]
     phases: tuple[Phase, ...]
+    shared: int = 0
     memo: dict[Any, Any] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     @property
@@ -139,7 +201,7 @@ def var(name: str, coef: int = 1, div: int = 1, mod: int = 0) -> Index:
     return Index(0, (Term(name, coef, div, mod),))
 
 
-def at(operand: int, *coords: Index | Data | int, **options: int | bool) -> Access:
+def at(operand: int, *coords: Index | Data | int, **options: Any) -> Access:
     """An access; integer coordinates are constants."""
     fixed = tuple(Index(c) if isinstance(c, int) else c for c in coords)
-    return Access(operand, fixed, **options)  # type: ignore[arg-type]
+    return Access(operand, fixed, **options)

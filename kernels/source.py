@@ -31,7 +31,7 @@ from kernels.nest import Access
 from kernels.spec import Kernel, Launch
 from layoutopt.layout import Layout
 
-__all__ = ["COORDS", "program_source"]
+__all__ = ["COORDS", "piece_of", "program_source"]
 
 COORDS = ("i0", "i1", "i2", "i3", "i4", "i5")
 _CL = Path(__file__).parent / "cl"
@@ -100,19 +100,25 @@ def _macros(
         out.append(f"#define {name}_STORE1({','.join(('v', *coords))}) {store_c(dtype, 1, '(v)', to, False)}")
     out += [f"#define {name}_N{axis} {n}" for axis, n in enumerate(layout.shape)]
     for width, axis, write in widths:
-        stride_zero = all(m.stride == 0 for m in layout.axis_modes(axis))
-        part = next((w for w in (width, *_PARTS) if w <= width and layout.vectorizes(axis, w)), 1)
+        part, splat = piece_of(layout, axis, width, write)
         aligned = layout.alignment(axis) % part == 0
         at = _places(coords, axis, range(0, width, part))
         if write:
             out.append(f"#define {name}_STORE{width}(v,{args}) {_store(name, dtype, width, part, aligned, at)}")
-        elif stride_zero and part == 1:
+        elif splat:
             out.append(f"#define {name}_LOAD{width}{call} (({CTYPES[dtype]}{width})({name}_AT{call}))")
         else:
             loads = [_load(name, dtype, part, aligned, place) for place in at]
             whole = loads[0] if part == width else f"(({CTYPES[dtype]}{width})({','.join(loads)}))"
             out.append(f"#define {name}_LOAD{width}{call} {whole}")
     return out
+
+
+@lru_cache(maxsize=1 << 14)
+def piece_of(layout: Layout, axis: int, width: int, write: bool) -> tuple[int, bool]:
+    """How ``A_LOADw`` and ``A_STOREw`` move a vector along an axis: in pieces of how many, or one value for all."""
+    part = next((w for w in (width, *_PARTS) if w <= width and layout.vectorizes(axis, w)), 1)
+    return part, not write and part == 1 and all(m.stride == 0 for m in layout.axis_modes(axis))
 
 
 def _places(coords: tuple[str, ...], axis: int, lanes: range) -> list[str]:

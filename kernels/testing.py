@@ -7,6 +7,7 @@ Used by the tests and the benchmarks. Everything a kernel must not depend on is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
 from typing import Any
@@ -14,14 +15,19 @@ from typing import Any
 import numpy as np
 import pyopencl as cl
 
+from kernels.instrument import HEAD_BYTES, IMAGE, RECORD_BYTES, WHERE, WRITE, instrumented_source
 from kernels.runtime import DeviceInfo, Runtime, devices
 from kernels.source import program_source
-from kernels.spec import DeviceLimits, Kernel
-from layoutopt.layout import Layout
+from kernels.spec import DeviceLimits, Kernel, Launch
+from layoutopt.errors import DeviceError
+from layoutopt.graph import DTYPES
+from layoutopt.layout import LANES, Layout
 
 __all__ = [
+    "Accesses",
     "BoundKernel",
     "PreparedKernel",
+    "RecordedKernel",
     "check_kernel",
     "check_kernels",
     "device_label",
@@ -281,3 +287,117 @@ def time_kernel(device: cl.Device, kernel: Kernel, inputs: Sequence[np.ndarray],
     prepared = PreparedKernel(device, kernel, inputs)
     prepared.run()
     return median(prepared.run() for _ in range(repeats))
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """What a launch read and wrote, one entry per access; those of one work item are in program order.
+
+    Attributes:
+        group: work group, in dispatch order.
+        item: work item within it, the fastest dimension first.
+        operand: position; of operands that share a buffer, the first.
+        offset_elems: first element in the operand's storage.
+        width: elements.
+        write: store rather than load.
+        image: through an image.
+    """
+
+    group: np.ndarray
+    item: np.ndarray
+    operand: np.ndarray
+    offset_elems: np.ndarray
+    width: np.ndarray
+    write: np.ndarray
+    image: np.ndarray
+
+
+class RecordedKernel(PreparedKernel):
+    """A kernel whose instrumented launches (see ``kernels/instrument.py``) ran once: its results and its accesses.
+
+    Args:
+        device: where to run.
+        kernel: what to run.
+        inputs: logical input arrays, in operand order.
+        region_bits: log2 of the bytes that hold the log and all operands.
+
+    Attributes:
+        accesses: of each launch.
+
+    Raises:
+        DeviceError: a program does not build, or the region is too small.
+    """
+
+    def __init__(self, device: cl.Device, kernel: Kernel, inputs: Sequence[np.ndarray], region_bits: int = 24) -> None:
+        self.bits, self.most = region_bits, (1 << region_bits) // (2 * RECORD_BYTES)
+        super().__init__(device, kernel, inputs)
+        self.accesses = [self._launched(i) for i in range(len(kernel.launches))]
+
+    def _build(self, position: int) -> cl.Kernel:
+        if position == 0:
+            self._into_one_region()
+        launch = self.kernel.launches[position]
+        source = instrumented_source(self.kernel, launch, self.bits, self.most)
+        call = self.runtime.kernel(source, launch.entry, self.kernel.variant.label)
+        arguments: list[Any] = []
+        for _, operand in launch.operands:
+            buffer = self.buffers[operand]
+            if operand not in launch.images:
+                arguments.append(buffer)
+                continue
+            dtype = self.kernel.operand_dtype(operand)
+            image, first = self.runtime.image(buffer, self.kernel.buffer_layout(operand).size_elems // LANES, dtype)
+            arguments += [image, self._region if first else buffer, first]
+        call.set_args(*arguments)
+        self._arguments.append(arguments)
+        return call
+
+    def _into_one_region(self) -> None:
+        """Move the operands behind a log, into memory that begins at a multiple of its size."""
+        size = 1 << self.bits
+        whole = cl.Buffer(self.runtime.context, cl.mem_flags.READ_WRITE, 2 * size)
+        where = self.runtime.kernel(WHERE, "where", "where")
+        where.set_args(whole)
+        cl.enqueue_nd_range_kernel(self.queue, where, (1,), (1,))
+        address = np.zeros(1, np.uint64)
+        cl.enqueue_copy(self.queue, address, whole)
+        self._region = whole
+        self._begin = -int(address[0]) % size
+        align = max(self.runtime.limits.base_align_bytes, 128)
+        free = HEAD_BYTES + self.most * RECORD_BYTES
+        self._places: list[int] = []
+        moved: dict[int, tuple[int, cl.Buffer]] = {}
+        for position, old in enumerate(self.buffers):
+            if old.int_ptr not in moved:
+                free = -(-free // align) * align
+                if free + old.size > size:
+                    raise DeviceError(f"a region of {size} bytes cannot hold the operands and a log of {self.most}")
+                new = whole.get_sub_region(self._begin + free, old.size)
+                cl.enqueue_copy(self.queue, new, old)
+                moved[old.int_ptr] = free, new
+                free += old.size
+            place, self.buffers[position] = moved[old.int_ptr]
+            self._places.append(place)
+
+    def _launched(self, position: int) -> Accesses:
+        launch, call = self.kernel.launches[position], self.calls[position]
+        cl.enqueue_copy(self.queue, self._region, np.zeros(1, np.uint32), dst_offset=self._begin)
+        cl.enqueue_nd_range_kernel(self.queue, call, launch.global_size, launch.local_size)
+        count = np.zeros(1, np.uint32)
+        cl.enqueue_copy(self.queue, count, self._region, src_offset=self._begin)
+        if count[0] > self.most:
+            raise DeviceError(f"{launch.entry} made {count[0]} accesses, and the log has room for {self.most}")
+        log = np.zeros((int(count[0]), 4), np.uint32)
+        if log.size:
+            cl.enqueue_copy(self.queue, log, self._region, src_offset=self._begin + HEAD_BYTES)
+        return self._decoded(launch, log.astype(np.int64))
+
+    def _decoded(self, launch: Launch, log: np.ndarray) -> Accesses:
+        first = {place: position for position, place in reversed(list(enumerate(self._places)))}
+        places = np.array(sorted(first))
+        index = np.searchsorted(places, log[:, 2], side="right") - 1
+        operand = np.array([first[place] for place in places])[index]
+        item_bytes = np.array([DTYPES[self.kernel.operand_dtype(p)] for p in range(len(self.buffers))])[operand]
+        offset, size = log[:, 2] - places[index], log[:, 3] & (IMAGE - 1)
+        write, image = log[:, 3] & WRITE != 0, log[:, 3] & IMAGE != 0
+        return Accesses(log[:, 0], log[:, 1], operand, offset // item_bytes, size // item_bytes, write, image)

@@ -1,41 +1,71 @@
 """Address streams: a kernel's loop nest walked in dispatch order, straight into the cache hierarchy.
 
-Nothing is stored: the compiled walker computes each access' coordinates from the nest's terms, its element offset from
-per-axis tables of the operand's layout (a layout is separable: the offset is a sum over axes), and touches the lines.
+Nothing is stored: the compiled walker (``simulator/walker.py``) works out each access' coordinates from the nest's
+terms, its element offset from per-axis tables of the operand's layout (a layout is separable: the offset is a sum over
+axes), and touches the lines. What the walker does is what the kernels do: tests compare it, access by access, with
+instrumented runs of the same OpenCL code (``kernels/instrument.py``).
+
 Work groups go to cores in turn. Within a group, ``wave`` neighbouring work items execute together: the lines that one
 instruction touches over the lanes of a wave are touched once each, as a coalescing memory unit does; on a CPU the wave
-is one work item. Accesses outside the logical shape do not happen.
+is one work item. A vector is moved in the pieces that are contiguous in its layout, as the kernels' macros do, each of
+them an instruction. What overlaps in time is a :class:`Schedule`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
-from numba import njit
 
-from kernels.nest import Data, Index, Loop, Phase
+from kernels.nest import Access, Bound, Data, Index, Loop, Phase
+from kernels.source import piece_of
 from kernels.spec import Kernel, Launch
+from layoutopt.errors import LayoutOptError
 from layoutopt.graph import DTYPES
-from layoutopt.layout import Layout
-from simulator.cache import BUFFERS, IMAGES, State, line_access
+from layoutopt.layout import LANES, Layout
+from simulator.cache import BUFFERS, IMAGES, State
+from simulator.walker import COORD, META, lane_parts, walk_groups
 
-__all__ = ["Walk", "compile_launch", "walk"]
+__all__ = ["Schedule", "Stream", "TexelBlock", "Walk", "compile_launch", "stream", "walk"]
 
-_MAX_LINES = 2048  # distinct lines of one instruction over a wave: 128 lanes × 16 values
+_FREE = 1 << 60  # no clamp
 
 
 @dataclass(frozen=True)
-class _PhaseArrays:
-    """One phase: loop extents, and per access its shape in flat arrays."""
+class Schedule:
+    """What runs at once on a core, and how it takes turns. The default is one work group after the other.
 
-    extents: np.ndarray  # [loops]
-    # [accesses, 9]: operand, width, axis, write, depth, first coordinate, coordinates, item bytes, way to the caches
-    meta: np.ndarray
-    coords: np.ndarray  # [coordinates, 6]: const, first term, terms, extent, first table entry, data operand or -1
-    terms: np.ndarray  # [terms, 4]: variable, coef, div, mod
+    Attributes:
+        resident: work groups that a core runs at once; 0: the groups of all cores run one after the other, as on a CPU
+            whose groups are long. Otherwise ``cores * resident`` groups are under way, and the next one begins where
+            one ends.
+        turn: instructions that a wave issues before the next wave goes on, rounded up to the end of an iteration of its
+            innermost loop; 0: all of a phase. Waves of a group wait for each other at the ends of phases.
+    """
+
+    resident: int = 0
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        if self.resident < 0 or self.turn < 0:
+            raise LayoutOptError(f"a schedule of {self.resident} resident groups and turns of {self.turn}: at least 0")
+
+
+@dataclass(frozen=True)
+class TexelBlock:
+    """How a texture unit stores a 2-D image: blocks of ``columns`` by ``rows`` texels that lie together, row by row.
+
+    Of operands in image layouts only. Images over buffers (``Launch.images``) have one dimension and lie as the buffer.
+    """
+
+    columns: int = 1
+    rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.columns < 1 or self.rows < 1:
+            raise LayoutOptError(f"a texel block of {self.columns} x {self.rows}: at least one texel")
 
 
 @dataclass(frozen=True)
@@ -46,30 +76,72 @@ class Walk:
         groups: work groups.
         group_extents: extents of the grid's group loops, outermost first.
         item_extents: extents of its item loops.
-        phases: the phases' arrays.
+        phases: [phases, 6]: first loop, loops, first access, accesses, first coordinate, coordinates.
+        extents: of the phases' loops, end to end.
+        meta: [accesses, columns of ``walker.META``].
+        lists: coordinates of each access, end to end.
+        coords: [coordinates, columns of ``walker.COORD``].
+        terms: [terms, 4]: variable, coef, div, mod; a variable is numbered among its kind.
         tables: element offset by coordinate, every axis of every operand end to end.
         bases: element offset of each operand's logical origin, by operand position.
+        blocks: [operands, 3]: texels of an image's row, and its texel block; 0 where there is none.
         data: values of integer operands, end to end (gather coordinates).
         executions: load and store instructions in the whole launch, guards ignored.
+        shared: outermost loops within which the phases run in turn.
+        memo: what the lanes of waves contribute, by wave width.
     """
 
     groups: int
     group_extents: np.ndarray
     item_extents: np.ndarray
-    phases: tuple[_PhaseArrays, ...]
+    phases: np.ndarray
+    extents: np.ndarray
+    meta: np.ndarray
+    lists: np.ndarray
+    coords: np.ndarray
+    terms: np.ndarray
     tables: np.ndarray
     bases: np.ndarray
+    blocks: np.ndarray
     data: np.ndarray
     executions: int
+    shared: int = 0
+    memo: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def items(self) -> int:
+        """Work items of a group."""
+        return int(np.prod(self.item_extents))
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What a launch reads and writes, one entry per piece that a work item moves, in the order of the walk.
+
+    Attributes:
+        group: work group, in dispatch order.
+        item: work item within it, the fastest dimension first.
+        operand: position in the kernel.
+        offset_elems: first element in the operand's storage.
+        width: elements.
+        write: store rather than load.
+    """
+
+    group: np.ndarray
+    item: np.ndarray
+    operand: np.ndarray
+    offset_elems: np.ndarray
+    width: np.ndarray
+    write: np.ndarray
 
 
 def _table(layout: Layout, axis: int) -> np.ndarray:
-    """Linear element offset contributed by each coordinate of an axis."""
+    """Linear element offset contributed by each coordinate of an axis, those of its padding included."""
     weight: tuple[int, ...] = (1,)
     if layout.is_image:
         _, columns, lanes = layout.size
         weight = (columns * lanes, lanes, 1)
-    coordinate = np.arange(layout.shape[axis], dtype=np.int64)
+    coordinate = np.arange(max(layout.shape[axis], layout.padded_shape[axis]), dtype=np.int64)
     out = np.zeros_like(coordinate)
     inner = 1
     for mode in reversed(layout.axis_modes(axis)):
@@ -78,91 +150,183 @@ def _table(layout: Layout, axis: int) -> np.ndarray:
     return out
 
 
-def compile_launch(kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray]) -> Walk:
+def compile_launch(
+    kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray], block: TexelBlock | None = None
+) -> Walk:
     """Flatten a launch.
 
     Args:
         kernel: for its operands' layouts and dtypes.
         launch: which of its launches.
-        ids: values of the integer operands that steer a gather, by operand position.
+        ids: values of the integer operands that steer a gather, by operand position; of one that only decides whether
+            something happens they may be missing: it then does.
+        block: how 2-D images are stored; None: row by row.
     """
-    nest = launch.nest
-    groups = [loop for loop in nest.grid if loop.kind == "group"] or [Loop("", 1, "group")]
-    items = [loop for loop in nest.grid if loop.kind == "item"] or [Loop("", 1, "item")]
-    # Variables are numbered group loops first, then item loops, then a phase's own.
-    names: dict[str, int] = {loop.name: i for i, loop in enumerate(groups + items)}
-    positions = sorted({a.operand for p in nest.phases for a in p.accesses} | set(ids))
-    tables: list[np.ndarray] = []
-    first_entry: dict[tuple[int, int], int] = {}
-    bases = np.zeros(max(positions, default=0) + 1, dtype=np.int64)
-    filled = 0
-    for position in positions:
-        layout = kernel.launch_layout(launch, position)
-        base = layout.base
-        bases[position] = base[0] if not layout.is_image else (base[0] * layout.size[1] + base[1]) * 4 + base[2]
-        for axis in range(layout.rank):
-            first_entry[position, axis] = filled
-            tables.append(_table(layout, axis))
-            filled += tables[-1].size
-    data: list[np.ndarray] = []
-    data_at: dict[int, int] = {}
-    for position, values in ids.items():
-        data_at[position] = sum(d.size for d in data)
-        data.append(np.asarray(values, dtype=np.int64).reshape(-1))
-    phases = tuple(_flatten(kernel, launch, p, names, first_entry, data_at) for p in nest.phases)
-    return Walk(
-        nest.groups,
-        np.array([loop.extent for loop in groups], dtype=np.int64),
-        np.array([loop.extent for loop in items], dtype=np.int64),
-        phases,
-        np.concatenate(tables) if tables else np.zeros(1, dtype=np.int64),
-        bases,
-        np.concatenate(data) if data else np.zeros(1, dtype=np.int64),
-        sum(nest.executions(p, a) for p in nest.phases for a in p.accesses),
-    )
+    return _Compiler(kernel, launch, ids, block or TexelBlock()).walk()
 
 
-def _flatten(
-    kernel: Kernel,
-    launch: Launch,
-    phase: Phase,
-    grid_names: Mapping[str, int],
-    first_entry: Mapping[tuple[int, int], int],
-    data_at: Mapping[int, int],
-) -> _PhaseArrays:
-    names = {**grid_names, **{loop.name: len(grid_names) + i for i, loop in enumerate(phase.loops)}}
-    meta: list[tuple[int, ...]] = []
-    coords: list[tuple[int, ...]] = []
-    terms: list[tuple[int, ...]] = []
+class _Compiler:
+    """Collects the arrays of one launch."""
 
-    def add_index(value: Index) -> tuple[int, int]:
-        start = len(terms)
-        terms.extend((names[t.loop], t.coef, t.div, t.mod) for t in value.terms)
-        return start, len(value.terms)
+    def __init__(self, kernel: Kernel, launch: Launch, ids: Mapping[int, np.ndarray], block: TexelBlock) -> None:
+        self.kernel, self.launch = kernel, launch
+        nest = launch.nest
+        self.groups = [loop for loop in nest.grid if loop.kind == "group"] or [Loop("", 1, "group")]
+        self.items = [loop for loop in nest.grid if loop.kind == "item"] or [Loop("", 1, "item")]
+        self.positions = sorted({a.operand for p in nest.phases for a in (*p.accesses, *p.border)} | set(ids))
+        self.layouts = {p: kernel.launch_layout(launch, p) for p in self.positions}
+        self.tables: list[np.ndarray] = []
+        self.first_entry: dict[tuple[int, int], int] = {}
+        size = max(self.positions, default=0) + 1
+        self.bases, self.blocks = np.zeros(size, dtype=np.int64), np.zeros((size, 3), dtype=np.int64)
+        self._lay_out(block)
+        self.ids = {position: self._seen(position, values) for position, values in ids.items()}
+        self.data: list[np.ndarray] = []
+        self.data_at: dict[tuple[int, int], tuple[int, int]] = {}
+        self.terms: list[tuple[int, ...]] = []
+        self.coords: list[tuple[int, ...]] = []
+        self.lists: list[int] = []
+        self.meta: list[tuple[int, ...]] = []
 
-    for access in phase.accesses:
-        first = len(coords)
-        shape = kernel.launch_layout(launch, access.operand).shape
-        for axis, coordinate in enumerate(access.index):
-            entry = first_entry[access.operand, axis]
-            if isinstance(coordinate, Data):
-                flat = _flat_index(coordinate, kernel.launch_layout(launch, coordinate.operand).shape)
-                start, count = add_index(flat)
-                coords.append((flat.const, start, count, shape[axis], entry, data_at[coordinate.operand]))
-            else:
-                start, count = add_index(coordinate)
-                coords.append((coordinate.const, start, count, shape[axis], entry, -1))
-        depth = len(phase.loops) if access.depth < 0 else access.depth
-        item = DTYPES[kernel.operand_dtype(access.operand)]
-        way = IMAGES if access.operand in launch.images else BUFFERS
-        head = access.operand, access.width, access.axis, access.write, depth
-        meta.append((*head, first, len(access.index), item, way))
-    return _PhaseArrays(
-        np.array([loop.extent for loop in phase.loops], dtype=np.int64),
-        np.array(meta, dtype=np.int64).reshape(-1, 9),
-        np.array(coords, dtype=np.int64).reshape(-1, 6),
-        np.array(terms, dtype=np.int64).reshape(-1, 4),
-    )
+    def _lay_out(self, block: TexelBlock) -> None:
+        filled = 0
+        for position, layout in self.layouts.items():
+            base = layout.base
+            self.bases[position] = base[0]
+            if layout.is_image:
+                columns = layout.size[1]
+                self.bases[position] = (base[0] * columns + base[1]) * LANES + base[2]
+                if block != TexelBlock():
+                    self.blocks[position] = columns, block.columns, block.rows
+            for axis in range(layout.rank):
+                self.first_entry[position, axis] = filled
+                self.tables.append(_table(layout, axis))
+                filled += self.tables[-1].size
+
+    def _seen(self, position: int, values: np.ndarray) -> np.ndarray:
+        """The integers of an operand, by the axes under which the launch indexes it."""
+        own, view = self.kernel.buffer_layout(position), self.layouts[position]
+        integers = np.asarray(values, dtype=np.int64).reshape(own.shape)
+        if view != own:
+            storage = np.zeros(own.size_elems, dtype=np.int64)
+            storage[own.linear_offsets()] = integers
+            integers = storage[view.linear_offsets()]
+        return integers.reshape(-1)
+
+    def _integers(self, data: Data) -> tuple[int, int]:
+        """Where the integers lie among ``data``, nowhere being negative, and how many they are."""
+        key = data.operand, data.nowhere
+        if key not in self.data_at:
+            values = self.ids[data.operand]
+            self.data_at[key] = sum(d.size for d in self.data), values.size
+            self.data.append(np.where(values == data.nowhere, -1, values))
+        return self.data_at[key]
+
+    def walk(self) -> Walk:
+        """The arrays of all phases, end to end."""
+        nest = self.launch.nest
+        phases: list[tuple[int, ...]] = []
+        extents: list[int] = []
+        for phase in nest.phases:
+            loop, access, coord = len(extents), len(self.meta), len(self.coords)
+            extents += [x.extent for x in phase.loops]
+            self._phase(phase)
+            phases.append((loop, len(phase.loops), access, len(self.meta) - access, coord, len(self.coords) - coord))
+        return Walk(
+            nest.groups,
+            np.array([loop.extent for loop in self.groups], dtype=np.int64),
+            np.array([loop.extent for loop in self.items], dtype=np.int64),
+            _rows(phases, 6),
+            np.array(extents, dtype=np.int64),
+            _rows(self.meta, len(META)),
+            np.array(self.lists, dtype=np.int64),
+            _rows(self.coords, len(COORD)),
+            _rows(self.terms, 4),
+            np.concatenate(self.tables) if self.tables else np.zeros(1, dtype=np.int64),
+            self.bases,
+            self.blocks,
+            np.concatenate(self.data) if self.data else np.zeros(1, dtype=np.int64),
+            sum(nest.executions(p, a) for p in nest.phases for a in p.accesses),
+            nest.shared,
+        )
+
+    def _phase(self, phase: Phase) -> None:
+        """One phase's accesses and, shared by them, their coordinates, innermost loops first."""
+        known: dict[tuple[object, ...], int] = {}
+        first, listed = len(self.coords), len(self.lists)
+        for access in (*phase.accesses, *phase.border):
+            self._access(access, phase, known)
+        fresh = self.coords[first:]
+        order = sorted(range(len(fresh)), key=lambda c: -fresh[c][-1])
+        self.coords[first:] = [fresh[c] for c in order]
+        place = {first + old: first + new for new, old in enumerate(order)}
+        self.lists[listed:] = [place[c] for c in self.lists[listed:]]
+
+    def _access(self, access: Access, phase: Phase, known: dict[tuple[object, ...], int]) -> None:
+        layout = self.layouts[access.operand]
+        clamps = {c.axis: (c.most, c.plus) for c in access.clamps}
+        begin, vector = len(self.lists), access.width > 1 and layout.rank > 0
+        for axis, place in enumerate(access.index):
+            below = layout.padded_shape[axis] if access.past else layout.shape[axis]
+            key = place, below, self.first_entry[access.operand, axis], *clamps.get(axis, (_FREE, 0))
+            self.lists.append(self._coordinate(key, phase, known))
+        for bound in access.when:
+            if isinstance(bound.value, Index) or bound.value.operand in self.ids:
+                self.lists.append(self._bound(bound, phase, known))
+        count = len(self.lists) - begin
+        if vector:
+            for bound in access.vector_when:
+                self.lists.append(self._bound(bound, phase, known))
+        part, splat = piece_of(layout, access.axis, access.width, access.write) if vector else (1, False)
+        self.meta.append(
+            (
+                access.operand,
+                access.width if vector else 1,
+                access.axis if vector else -1,
+                int(access.write),
+                len(phase.loops) if access.depth < 0 else access.depth,
+                begin,
+                count,
+                len(self.lists) - begin - count,
+                DTYPES[self.kernel.operand_dtype(access.operand)],
+                IMAGES if access.operand in self.launch.images else BUFFERS,
+                part,
+                int(access.past),
+                int(splat),
+            )
+        )
+
+    def _bound(self, bound: Bound, phase: Phase, known: dict[tuple[object, ...], int]) -> int:
+        return self._coordinate((bound.value, bound.below, -1, _FREE, 0), phase, known)
+
+    def _coordinate(self, key: tuple[object, ...], phase: Phase, known: dict[tuple[object, ...], int]) -> int:
+        if key in known:
+            return known[key]
+        place, below, table, most, plus = key
+        source, length = -1, 0
+        if isinstance(place, Data):
+            source, length = self._integers(place)
+            place = _flat_index(place, self.layouts[place.operand].shape)
+        assert isinstance(place, Index)
+        first = len(self.terms)
+        counts = []
+        deepest = -1
+        for loops in (self.groups, self.items, phase.loops):
+            numbers = {loop.name: number for number, loop in enumerate(loops)}
+            own = [t for t in place.terms if t.loop in numbers]
+            self.terms += [(numbers[t.loop], t.coef, t.div, t.mod) for t in own]
+            counts.append(len(own))
+            if loops is phase.loops:
+                deepest = max((numbers[t.loop] for t in own), default=-1)
+        if sum(counts) != len(place.terms):
+            raise LayoutOptError(f"{self.launch.entry}: its nest has an index over loops that are not there: {place}")
+        known[key] = len(self.coords)
+        self.coords.append((place.const, first, *counts, below, table, source, length, most, plus, deepest))  # type: ignore[arg-type]
+        return known[key]
+
+
+def _rows(rows: Sequence[tuple[int, ...]], columns: int) -> np.ndarray:
+    return np.array(rows, dtype=np.int64).reshape(-1, columns)
 
 
 def _flat_index(data: Data, shape: tuple[int, ...]) -> Index:
@@ -184,6 +348,9 @@ def walk(
     last: int,
     cores: int,
     wave: int,
+    schedule: Schedule = Schedule(),
+    requests: np.ndarray | None = None,
+    request_bytes: tuple[int, int] = (128, 32),
 ) -> None:
     """Run work groups ``first`` to ``last`` (excluded) through the caches.
 
@@ -192,171 +359,84 @@ def walk(
         state: caches, updated.
         addresses: byte address of each operand's allocation, by operand position.
         counts: int64 [operands, 3 + 2 * levels + 2], increased: instructions, lines, bytes asked for, then the
-            hierarchy's counters (see ``line_access``).
+            hierarchy's counters (see ``line_access``). A vector counts as an instruction per contiguous piece.
         first: first group.
         last: end of the groups.
         cores: cores that take groups in turn.
         wave: work items that execute together.
+        schedule: what runs at once.
+        requests: int64 [operands, 3], increased: requests of waves, lines that each of them touches (tag look-ups), and
+            sectors.
+        request_bytes: of those lines and sectors, powers of two.
     """
-    # A group runs its phases in turn; groups of a one-phase launch are walked in one compiled call.
-    spans = [(first, last)] if len(launch.phases) == 1 else [(g, g + 1) for g in range(first, last)]
-    for begin, end in spans:
-        for phase in launch.phases:
-            _walk_groups(
-                begin,
-                end,
-                cores,
-                wave,
-                launch.group_extents,
-                launch.item_extents,
-                phase.extents,
-                phase.meta,
-                phase.coords,
-                phase.terms,
-                launch.tables,
-                launch.bases,
-                launch.data,
-                addresses,
-                state.lines,
-                state.geometry,
-                counts,
-            )
+    shifts = [size.bit_length() - 1 if requests is not None else 0 for size in request_bytes]
+    span = np.array([first, last, cores, schedule.resident, schedule.turn, launch.shared, 0, *shifts], dtype=np.int64)
+    counted = np.zeros((1, 3), dtype=np.int64) if requests is None else requests
+    _run(launch, span, wave, addresses, state.lines, state.geometry, counts, counted, _NOTHING)
 
 
-@njit(cache=True)
-def _walk_groups(
-    first_group: int,
-    last_group: int,
-    cores: int,
+def stream(
+    launch: Walk,
+    first: int = 0,
+    last: int | None = None,
+    wave: int = 1,
+    cores: int = 1,
+    schedule: Schedule = Schedule(),
+) -> Stream:
+    """The accesses of work groups ``first`` to ``last`` (excluded) as the walker makes them, for small launches."""
+    last = launch.groups if last is None else last
+    span = np.array([first, last, cores, schedule.resident, schedule.turn, launch.shared, 1, 0, 0], dtype=np.int64)
+    empty = np.zeros((1, 6), dtype=np.int64)
+    addresses = np.zeros(launch.bases.size, dtype=np.int64)
+    records = _NOTHING
+    for _ in range(2):  # first how many there are
+        needed = _run(launch, span, wave, addresses, empty[0], empty, empty, empty, records)
+        if records.shape[0] < needed:
+            records = np.zeros((needed, 6), dtype=np.int64)
+    group, item, operand, offset, width, write = records.T
+    return Stream(group, item, operand, offset, width, write == 1)
+
+
+_NOTHING = np.zeros((0, 6), dtype=np.int64)
+
+
+def _run(
+    launch: Walk,
+    span: np.ndarray,
     wave: int,
-    group_extents: np.ndarray,
-    item_extents: np.ndarray,
-    extents: np.ndarray,
-    meta: np.ndarray,
-    coords: np.ndarray,
-    terms: np.ndarray,
-    tables: np.ndarray,
-    bases: np.ndarray,
-    data: np.ndarray,
     addresses: np.ndarray,
-    cached: np.ndarray,
+    lines: np.ndarray,
     geometry: np.ndarray,
     counts: np.ndarray,
-) -> None:
-    n_group, n_item, n_loop = group_extents.size, item_extents.size, extents.size
-    grid = n_group + n_item
-    variables = np.zeros(grid + n_loop, dtype=np.int64)
-    lanes = np.zeros((wave, n_item), dtype=np.int64)
-    lines = np.zeros(_MAX_LINES, dtype=np.int64)
-    items = 1
-    for i in range(n_item):
-        items *= item_extents[i]
-    for group in range(first_group, last_group):
-        core = group % cores
-        rest = group
-        for i in range(n_group - 1, -1, -1):
-            variables[i] = rest % group_extents[i]
-            rest //= group_extents[i]
-        for start in range(0, items, wave):
-            width = min(wave, items - start)
-            for lane in range(width):
-                rest = start + lane
-                for i in range(n_item - 1, -1, -1):
-                    lanes[lane, i] = rest % item_extents[i]
-                    rest //= item_extents[i]
-            for i in range(n_loop):
-                variables[grid + i] = 0
-            entered = 0  # loads at this depth or deeper are due
-            while True:
-                # Which loop is next to advance, once this iteration is over.
-                advance = n_loop - 1
-                while advance >= 0 and variables[grid + advance] == extents[advance] - 1:
-                    advance -= 1
-                for part in range(3):
-                    if part != 1 and entered == n_loop and advance == n_loop - 1:
-                        continue  # an inner iteration: nothing begins or ends
-                    for a in range(meta.shape[0]):
-                        depth = meta[a, 4]
-                        write = meta[a, 3] == 1
-                        if part == 0:
-                            due = depth < n_loop and not write and depth >= entered
-                        elif part == 1:
-                            due = depth == n_loop
-                        else:
-                            due = depth < n_loop and write and depth > advance
-                        if not due:
-                            continue
-                        # One instruction over the lanes of a wave: the distinct lines are touched once each.
-                        operand, vector, axis = meta[a, 0], meta[a, 1], meta[a, 2]
-                        first, n_coords, item_bytes, way = meta[a, 5], meta[a, 6], meta[a, 7], meta[a, 8]
-                        near = 0  # the first level on its way
-                        while not geometry[near, 5] & way:
-                            near += 1
-                        near_shift = geometry[near, 4]
-                        found = 0
-                        asked = 0
-                        for lane in range(width):
-                            for i in range(n_item):
-                                variables[n_group + i] = lanes[lane, i]
-                            offset = bases[operand]
-                            inside = True
-                            along = 0
-                            for c in range(n_coords):
-                                value = coords[first + c, 0]
-                                for t in range(coords[first + c, 1], coords[first + c, 1] + coords[first + c, 2]):
-                                    x = variables[terms[t, 0]]
-                                    if terms[t, 2] != 1:
-                                        x //= terms[t, 2]
-                                    if terms[t, 3] != 0:
-                                        x %= terms[t, 3]
-                                    value += x * terms[t, 1]
-                                if coords[first + c, 5] >= 0:
-                                    value = data[coords[first + c, 5] + value]
-                                if value < 0 or value >= coords[first + c, 3]:
-                                    inside = False
-                                    break
-                                if c == axis:
-                                    along = value
-                                else:
-                                    offset += tables[coords[first + c, 4] + value]
-                            if not inside:
-                                continue
-                            counts[operand, 0] += 1
-                            if n_coords == 0:
-                                reach, table = 1, -1
-                            else:
-                                table = coords[first + axis, 4] + along
-                                reach = min(vector, coords[first + axis, 3] - along)
-                            asked += reach * item_bytes
-                            contiguous = reach > 1 and tables[table + reach - 1] - tables[table] == reach - 1
-                            step = reach - 1 if contiguous else 1
-                            v = 0
-                            while v < reach:
-                                where = offset
-                                if table >= 0:
-                                    where += tables[table + v]
-                                line = (addresses[operand] + where * item_bytes) >> near_shift
-                                low = line
-                                if contiguous and v > 0 and found:
-                                    low = min(line, lines[found - 1] + 1) if lines[found - 1] < line else line
-                                for one in range(low, line + 1):
-                                    seen = False
-                                    for k in range(found - 1, -1, -1):
-                                        if lines[k] == one:
-                                            seen = True
-                                            break
-                                    if not seen and found < lines.size:
-                                        lines[found] = one
-                                        found += 1
-                                v += step
-                        counts[operand, 2] += asked
-                        counts[operand, 1] += found
-                        for k in range(found):
-                            address = lines[k] << near_shift
-                            line_access(cached, geometry, core, address, write, way, counts, operand, 3)
-                if advance < 0:
-                    break
-                variables[grid + advance] += 1
-                for i in range(advance + 1, n_loop):
-                    variables[grid + i] = 0
-                entered = advance + 1
+    requests: np.ndarray,
+    records: np.ndarray,
+) -> int:
+    if wave not in launch.memo:
+        launch.memo[wave] = lane_parts(launch.item_extents, wave, launch.coords, launch.terms)
+    parts, agree = launch.memo[wave]
+    return int(
+        walk_groups(
+            span,
+            launch.group_extents,
+            launch.items,
+            wave,
+            launch.phases,
+            launch.extents,
+            launch.meta,
+            launch.lists,
+            launch.coords,
+            launch.terms,
+            launch.tables,
+            launch.bases,
+            launch.blocks,
+            launch.data,
+            parts,
+            agree,
+            addresses,
+            lines,
+            geometry,
+            counts,
+            requests,
+            records,
+        )
+    )

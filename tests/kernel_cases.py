@@ -11,7 +11,7 @@ import numpy as np
 from kernels.nest import Access, Data, Index, Nest, Phase
 from kernels.reference import evaluate
 from kernels.runtime import devices
-from kernels.spec import DeviceLimits, Kernel, OpSpec, frozen_attrs
+from kernels.spec import DeviceLimits, Kernel, Launch, OpSpec, frozen_attrs
 from kernels.testing import check_kernels, limits_of
 from kernels.variants import kernels_for
 from layoutopt.layout import Layout, Mode
@@ -100,12 +100,23 @@ def touched(kernel: Kernel, nest: Nest, operand: int, write: bool, data: Mapping
     launch = next((x for x in kernel.launches if x.nest is nest), None)
     layout = kernel.operand_layout(operand) if launch is None else kernel.launch_layout(launch, operand)
     offsets = layout.linear_offsets()
+    integers = {p for p in range(kernel.spec.inputs) if kernel.spec.dtypes[p] == "int32"}
+    data = {p: _seen(kernel, launch, p, values) for p, values in data.items() if p in integers}
     out: list[int] = []
     for phase in nest.phases:
-        for access in phase.accesses:
+        for access in (*phase.accesses, *phase.border):
             if access.operand == operand and access.write == write:
                 out += _access_offsets(nest, phase, access, offsets, data)
     return out
+
+
+def _seen(kernel: Kernel, launch: Launch | None, position: int, values: np.ndarray) -> np.ndarray:
+    """Integers of an operand under the axes by which a launch indexes it."""
+    own = kernel.buffer_layout(position)
+    storage = np.zeros(own.size_elems, np.int64)
+    storage[own.linear_offsets()] = values.reshape(own.shape)
+    view = kernel.operand_layout(position) if launch is None else kernel.launch_layout(launch, position)
+    return storage[view.linear_offsets()]
 
 
 def _access_offsets(
@@ -116,7 +127,11 @@ def _access_offsets(
     out = []
     for values in product(*(range(loop.extent) for loop in loops)):
         env = {loop.name: value for loop, value in zip(loops, values, strict=True)}
+        if any(not 0 <= _happens(bound.value, env, data) < bound.below for bound in access.when):
+            continue
         place = [_value(coordinate, env, data) for coordinate in access.index]
+        for axis, most, plus in access.clamps:
+            place[axis] = min(place[axis], most) + plus
         for lane in range(access.width):
             at = tuple(x + lane if a == access.axis else x for a, x in enumerate(place))
             if all(0 <= x < n for x, n in zip(at, offsets.shape, strict=True)):
@@ -124,11 +139,19 @@ def _access_offsets(
     return out
 
 
+def _happens(coordinate: Index | Data, env: Mapping[str, int], data: Mapping[int, np.ndarray]) -> int:
+    """The value of a bound: what is not read may be negative."""
+    if isinstance(coordinate, Data):
+        return _value(coordinate, env, data) if coordinate.operand in data else 0
+    return max(_value(coordinate, env, data), 0)
+
+
 def _value(coordinate: Index | Data, env: Mapping[str, int], data: Mapping[int, np.ndarray]) -> int:
     if isinstance(coordinate, Data):
         array = data[coordinate.operand]
         at = tuple(_value(x, env, data) for x in coordinate.index)
-        return int(array[at]) if all(0 <= x < n for x, n in zip(at, array.shape, strict=True)) else -1
+        found = int(array[at]) if all(0 <= x < n for x, n in zip(at, array.shape, strict=True)) else -1
+        return -1 if found == coordinate.nowhere else found
     total = coordinate.const
     for term in coordinate.terms:
         value = env[term.loop] // term.div

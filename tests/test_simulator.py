@@ -115,9 +115,9 @@ class TestClosedForms:
         counts = counters((padded,), sweep((8, 8)), self.hierarchy)[0]
         assert counts[0] == 35
 
-    def test_tail_of_a_vector_is_cut(self):
+    def test_what_a_vector_leaves_over_is_done_one_by_one(self):
         counts = counters((Layout.row_major((1, 13)),), sweep((1, 13), width=8), self.hierarchy)[0]
-        assert list(counts[:3]) == [2, 2, 13 * 4]
+        assert list(counts[:3]) == [1 + 5, 1 + 5, 13 * 4]
 
 
 class TestWalk:

@@ -98,11 +98,17 @@ void weight_channels(DY_ARG, X_ARG, DW_ARG)
             for (int q = 0; q < DY_N3; ++q) {
                 const int column = X_W;
                 if (column < 0 || column >= X_N3) continue;
+#if DY_ONCE
+                const float dy = DY_ELEM;
+#define TERM dy * X_ELEM
+#else
+#define TERM DY_ELEM * X_ELEM
+#endif
                 if (count == B) {
 #pragma unroll
-                    for (int l = 0; l < B; ++l) row[l] += DY_ELEM * X_ELEM;
+                    for (int l = 0; l < B; ++l) row[l] += TERM;
                 } else {
-                    for (int l = 0; l < count; ++l) row[l] += DY_ELEM * X_ELEM;
+                    for (int l = 0; l < count; ++l) row[l] += TERM;
                 }
             }
 #pragma unroll

@@ -6,7 +6,10 @@ void join_parts(X_ARG, TARGET_ARG, LSE_ARG, EACH_ARG, TOP_ARG, MASS_ARG)
     const int i = get_global_id(0);
     if (i >= N) return;
     float peak = -INFINITY, sum = 0.0f;
-    for (int p = 0; p < PARTS; ++p) peak = TOP_AT(i, p) > peak ? TOP_AT(i, p) : peak;
+    for (int p = 0; p < PARTS; ++p) {
+        const float top = TOP_AT(i, p);
+        peak = top > peak ? top : peak;
+    }
     for (int p = 0; p < PARTS; ++p) sum += MASS_AT(i, p) * exp_s(TOP_AT(i, p) - peak);
     const float lse = peak + log(sum);
     const int target = TARGET_AT(i);

@@ -51,6 +51,7 @@ static ELEM lanes_(const ELEM *x)
 #define S_LD(A) A##_AT(kept, red)
 #define PARAMS_IN X_ARG
 #define STEP(T, LD, LDR, JOIN, a, b) a = JOIN(a, LD(X));
+#define HOLD
 #define TWO 0
 #define PARAMS_OUT Y_ARG
 #define OUT0 Y
@@ -62,6 +63,7 @@ static ELEM lanes_(const ELEM *x)
 #define S_LD(A) A##_AT(red, kept)
 #define PARAMS_IN DY_ARG, X_ARG, MEAN_ARG, RSTD_ARG
 #define STEP(T, LD, LDR, JOIN, a, b) { const T d = LD(DY); a += d * ((LD(X) - LDR(MEAN)) * LDR(RSTD)); b += d; }
+#define HOLD const float MEAN_held = MEAN_AT(red), RSTD_held = RSTD_AT(red);
 #define TWO 1
 #define PARAMS_OUT DG_ARG, DB_ARG
 #define OUT0 DG
@@ -70,6 +72,7 @@ static ELEM lanes_(const ELEM *x)
 
 #define R_SCALAR(A) A##_AT(red)
 #define R_VECTOR(A) LOADV(A)(red)
+#define R_HELD(A) A##_held
 
 #if SPLIT == 1
 #define PARAMS PARAMS_IN, PARAMS_OUT
@@ -112,10 +115,11 @@ void reduce_across(PARAMS)
         VEC a[NV], b[NV];
         for (int n = 0; n < NV; ++n) a[n] = b[n] = (VEC)(START);
         for (int red = first; red < last; ++red) {
+            HOLD
 #pragma unroll
             for (int n = 0; n < NV; ++n) {
                 const int kept = begin + n * W;
-                STEP(VEC, V_LD, R_SCALAR, joinv, a[n], b[n])
+                STEP(VEC, V_LD, R_HELD, joinv, a[n], b[n])
             }
         }
         for (int n = 0; n < NV; ++n) {

@@ -6,12 +6,12 @@ differ in how they are packed alone: by vectors along the features, along the ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kernels.families.attention_form import Form, Reader, programs_c, reader
-from kernels.nest import Index, Loop, Nest, Phase, at, var
+from kernels.nest import Access, Bound, Clamp, Index, Loop, Nest, Phase, at, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -100,10 +100,59 @@ def _launch(
     return made(variant, Form.of(spec), dict(readers))
 
 
-def _extras(form: Form, names: Sequence[str], loops: Sequence[Loop], row: Index, key: Index, width: int) -> Phase:
-    """Each program's loads of its operands, a vector of keys at a time."""
-    accesses = [at(p, _B, row, key, width=width, axis=2) for name in names for p in form.read([name])]
-    return Phase(tuple(loops), tuple(accesses))
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of blocks, done in tiles of ``mr``: the last tile of the last block does the last row again.
+
+    Attributes:
+        blocks, bm: how many, and of how many rows.
+        m: rows in all.
+        mr: of a tile.
+    """
+
+    blocks: int
+    bm: int
+    m: int
+    mr: int
+
+    @property
+    def again(self) -> int:
+        """Rows of the last tile that do not exist."""
+        return -(self.m - (self.blocks - 1) * self.bm) % self.mr
+
+    def read(self, access: Callable[[Index, tuple[Bound, ...]], Access]) -> tuple[Access, tuple[Access, ...]]:
+        """Row ``i`` of block ``r``, as ``access`` reads a row under a condition; and the last one for those beyond."""
+        row = var("r", self.bm) + var("i")
+        last = (Bound(var("i"), 1), Bound(-var("r"), 2 - self.blocks))
+        return access(row, (Bound(row, self.m),)), (access(Index(self.m - 1), last),) * self.again
+
+
+def _extras(
+    form: Form,
+    names: Sequence[str],
+    loops: Sequence[Loop],
+    rows: _Rows,
+    key: Index,
+    width: int,
+    in_tiles: Sequence[str],
+) -> Phase:
+    """Each program's loads of its operands, a vector of keys at a time, as if no block was left out.
+
+    ``in_tiles``: the programs that run on whole tiles of rows.
+    """
+    accesses: list[Access] = []
+    border: list[Access] = []
+    for name, position in [(own, p) for own in names for p in form.read([own])]:
+
+        def one(row: Index, when: tuple[Bound, ...], position: int = position) -> Access:
+            inside = (Bound(key, form.n - width + 1),)
+            clamp = (Clamp(2, form.n - 1),)
+            return at(position, _B, row, key, width=width, axis=2, clamps=clamp, when=when, vector_when=inside)
+
+        access, again = rows.read(one)
+        accesses.append(access)
+        border += again if name in in_tiles else ()
+    return Phase(tuple(loops), tuple(accesses), 0, tuple(border))
 
 
 def _sizes(variant: KernelVariant, form: Form, names: Sequence[str]) -> dict[str, str | int | float]:
@@ -145,7 +194,13 @@ def _forward(variant: KernelVariant, form: Form, how: dict[int, Reader]) -> tupl
         _matrix(1, how[1], (keys,), (var("n", bn), min(bn, form.n)), form.d),
         _matrix(2, how[2], (keys,), (var("n", bn), min(bn, form.n)), form.e),
         _extras(
-            form, names, (keys, Loop("i", rows), Loop("w", bn // v)), row + var("i"), var("n", bn) + var("w", v), v
+            form,
+            names,
+            (keys, Loop("i", rows), Loop("w", bn // v)),
+            _Rows(blocks, bm, form.m, mr),
+            var("n", bn) + var("w", v),
+            v,
+            names,
         ),
         Phase((keys, Loop("i", -(-rows // mr))), (), flops),
         _matrix(o, how[o], (), (row, rows), form.e, write=True),
@@ -183,7 +238,12 @@ def _gradient(variant: KernelVariant, form: Form, how: dict[int, Reader]) -> tup
     row, key, line = var("r", bm), var("n", bn), var("i")
     tiles = Loop("t", -(-most // mr))
     flops = mr * bn * (2 * (2 * form.d + form.e + dp + ep) + form.flops_each(names))
-    sums = at(total, _B, row + var("i"), var("f", v), width=v, axis=2)
+    lines = _Rows(blocks, bm, form.m, mr)
+
+    def summed(row: Index, when: tuple[Bound, ...]) -> Access:
+        return at(total, _B, row, var("f", v), width=v, axis=2, when=(*when, Bound(-var("n"), 0)))
+
+    sums, again = lines.read(summed)
     phases = [
         _matrix(3, how[3], (), (Index(), form.m), form.e),
         _matrix(6, how[6], (), (Index(), form.m), form.e),
@@ -191,12 +251,20 @@ def _gradient(variant: KernelVariant, form: Form, how: dict[int, Reader]) -> tup
         *(_matrix(p, how[p], (keys,), (key, width), f) for p, f in ((1, form.d), (2, form.e), (1, form.d))),
         Phase((keys, every), tuple(at(p, _B, line) for p in (4, 5, delta))),
         *(_matrix(p, how[p], (keys, rows), (row, most), f) for p, f in ((0, form.d), (6, form.e))),
-        _extras(form, names, (keys, rows, Loop("i", most), Loop("w", bn // v)), row + line, key + var("w", v), v),
+        _extras(
+            form,
+            names,
+            (keys, rows, Loop("i", most), Loop("w", bn // v)),
+            lines,
+            key + var("w", v),
+            v,
+            ("MASK",),
+        ),
         Phase((keys, rows, tiles), (), flops),
-        Phase((keys, rows, Loop("i", most), Loop("f", dp // v)), (sums, replace(sums, write=True))),
+        Phase((keys, rows, Loop("i", most), Loop("f", dp // v)), (sums, replace(sums, write=True, when=())), 0, again),
         _matrix(out + 1, how[out + 1], (keys,), (key, width), form.d, write=True),
         _matrix(out + 2, how[out + 2], (keys,), (key, width), form.e, write=True),
-        Phase((rows, Loop("i", most), Loop("f", dp // v)), (sums,)),
+        Phase((rows, Loop("i", most), Loop("f", dp // v)), (replace(sums, when=()),)),
         _matrix(out, how[out], (rows,), (row, most), form.d, write=True),
     ]
     nest = Nest((Loop("b", form.b, "group"),), tuple(p for p in phases if p.accesses or p.flops))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kernels.families.attention_form import Form, Reader, programs_c
-from kernels.nest import Index, Loop, Nest, Phase, Term, at, var
+from kernels.nest import NEVER, Bound, Clamp, Index, Loop, Nest, Phase, Term, at, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -267,13 +267,18 @@ class _Builder:
     def _other(self, j: int = 0) -> Index:
         return var("x", self.cut.bx) + self.cut.other + j * self.cut.ix
 
+    @property
+    def _last_row(self) -> tuple[Clamp]:
+        """The last row stands for those beyond."""
+        return (Clamp(1, self.form.m - 1),)
+
     def _extras(self, names: Sequence[str], walk: Loop, own_rows: bool) -> Phase:
         cut, accesses = self.cut, []
         for position in (p for name in names for p in self.form.read([name])):
             for i in range(cut.to):
                 for j in range(cut.tx):
                     row, key = (self._own(i), self._other(j)) if own_rows else (self._other(j), self._own(i))
-                    accesses.append(at(position, _B, row, key))
+                    accesses.append(at(position, _B, row, key, clamps=(*self._last_row, Clamp(2, self.form.n - 1))))
         return Phase((walk,), tuple(accesses))
 
     def _arithmetic(self, walk: Loop, names: Sequence[str], products: int, sums: int) -> Phase:
@@ -347,9 +352,10 @@ class _Builder:
         again = [walk] if cut.chunked else []
         rows = [self._own(i) for i in range(cut.to)]
         leader = _scaled(cut.other, form.m)
-        dots = [at(p, _B, row, cut.other + var("f", cut.ix)) for p in (6, 3) for row in rows]
+        last = self._last_row
+        dots = [at(p, _B, row, cut.other + var("f", cut.ix), clamps=last) for p in (6, 3) for row in rows]
         phases = [
-            Phase((), tuple(at(p, _B, row) for p in (4, 5) for row in rows)),
+            Phase((), tuple(at(p, _B, row, clamps=last) for p in (4, 5) for row in rows)),
             Phase((Loop("f", -(-form.e // cut.ix)),), tuple(dots), 2 * cut.to),
             Phase((), tuple(at(delta, _B, row + leader, write=True) for row in rows)),
             self._stage(0, cut.bo, var("o", cut.bo), cut.cd, cut.chunks_d, again),
@@ -380,8 +386,9 @@ class _Builder:
         again = [walk] if cut.chunked else []
         passes = 2 if cut.chunked else 1
         lane = var("x", cut.bx) + var("l") + var("i", cut.items)
+        block = (Bound(var("l") + var("i", cut.items), cut.bx),)
         asked = (
-            [at(4, _B, self._other(j)) for j in range(cut.tx) for _ in range(cut.to)]
+            [at(4, _B, self._other(j), clamps=self._last_row) for j in range(cut.tx) for _ in range(cut.to)]
             if "MASK" in form.programs()
             else []
         )
@@ -389,7 +396,10 @@ class _Builder:
             self._stage(1, cut.bo, var("o", cut.bo), cut.cd, cut.chunks_d, again),
             self._stage(2, cut.bo, var("o", cut.bo), cut.ce, cut.chunks_e, again),
             Phase(
-                (walk, Loop("i", -(-cut.bx // cut.items))), tuple(at(p, _B, _within(lane, cut)) for p in (4, 5, delta))
+                (walk, Loop("i", -(-cut.bx // cut.items))),
+                tuple(at(p, _B, _within(lane, cut), when=NEVER) for p in (4, 5, delta)),
+                0,
+                tuple(at(p, _B, lane, clamps=self._last_row, when=block) for p in (4, 5, delta)),
             ),
             Phase((walk,), tuple(asked)),
             *([self._stage(0, cut.bx, var("x", cut.bx), cut.cd, cut.chunks_d, (walk,))] * passes),

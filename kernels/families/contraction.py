@@ -218,7 +218,8 @@ def _outer(
         kt = max(k // mr // 4 * 4, min(k, 4))
     main = k // kt * kt if kt < k else k // xv * xv
     finish = epilogue.finish(views, v) if epilogue else plain_finish(positions[2], zu)
-    nest = outer_nest(tiling, positions[:2], k, (main, xv, x_axis), yu, finish)
+    y_last = n - yu if len(y.axis_modes(2)) < 2 else (n - 1) // yu * yu
+    nest = outer_nest(tiling, positions[:2], k, (main, xv, x_axis), (yu, y_last), finish, x_image)
     columns = separable(y, 2, nv * v)
     defines: dict[str, str | int | float] = {
         "NV": nv,
@@ -226,7 +227,7 @@ def _outer(
         "VT": _vector(v),
         "YP": nv * v // yu,
         "YU": yu,
-        "YLAST": n - yu if len(y.axis_modes(2)) < 2 else (n - 1) // yu * yu,
+        "YLAST": y_last,
         "ZU": zu,
         "XV": xv,
         "XSEP": int(separable(x, 1, mr)),
@@ -307,7 +308,7 @@ def _along_k(
         zg = min(mr & -mr, v // zu)
     tiling = Tiling(z.shape, mr, nr, p["t"], p["s"], p["gr"], p["gc"])
     finish = epilogue.finish(views, zu) if epilogue else plain_finish(positions[2], zu)
-    nest = dot_nest(tiling, positions[:2], k, steps, (xu, yu), finish)
+    nest = dot_nest(tiling, positions[:2], k, steps, (xu, yu), columns, finish)
     defines: dict[str, str | int | float] = {
         "NR": nr,
         "Q": columns,

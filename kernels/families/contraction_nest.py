@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kernels.families.contraction_epilogue import Finish
-from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
+from kernels.nest import Access, Bound, Clamp, Index, Loop, Nest, Phase, Term, at, var
 
 __all__ = ["Tiling", "any_nest", "dot_nest", "outer_nest"]
 
@@ -87,6 +87,22 @@ class Tiling:
         first = self._position("c", "ci", self.gc, "s", self.s, self.nr)
         return [first + i for i in range(0, self.nr, step)]
 
+    @property
+    def lives(self) -> tuple[Bound, Bound]:
+        """Whether the current register tile has any elements."""
+        return Bound(self.rows()[0], self.shape[1]), Bound(self.cols()[0], self.shape[2])
+
+    @property
+    def interior(self) -> tuple[Bound, Bound]:
+        """Whether it lies inside the output with all its elements."""
+        (row, rows), (column, columns) = self.lives
+        return Bound(row, rows - self.mr + 1), Bound(column, columns - self.nr + 1)
+
+    @property
+    def row_clamp(self) -> tuple[Clamp]:
+        """Of X: at the border the last row stands for those that do not exist."""
+        return (Clamp(1, self.shape[1] - 1),)
+
     @staticmethod
     def _position(group: str, item: str, items: int, tile: str, tiles: int, size: int) -> Index:
         terms = [Term(group, items * tiles * size)]
@@ -100,12 +116,12 @@ class Tiling:
 _B = var("b")
 
 
-def _ends(tiling: Tiling, finish: Finish, depth: int) -> tuple[Access, ...]:
-    """The accesses with which a register tile is finished."""
+def _ends(tiling: Tiling, finish: Finish, depth: int, whole: tuple[Bound, ...]) -> tuple[Access, ...]:
+    """The accesses with which a register tile is finished: value by value unless ``whole``."""
     rows, widths = tiling.rows(), {width for _, width, _ in finish.accesses}
     places = {width: [(_B, r, c) for r in rows for c in tiling.cols(width)] for width in widths}
     return tuple(
-        Access(operand, place, width, 2, write, depth)
+        Access(operand, place, width, 2, write, depth, vector_when=whole)
         for operand, width, write in finish.accesses
         for place in places[width]
     )
@@ -113,7 +129,13 @@ def _ends(tiling: Tiling, finish: Finish, depth: int) -> tuple[Access, ...]:
 
 @lru_cache(maxsize=4096)
 def outer_nest(
-    tiling: Tiling, positions: tuple[int, int], k: int, x_vector: tuple[int, int, int], yu: int, finish: Finish
+    tiling: Tiling,
+    positions: tuple[int, int],
+    k: int,
+    x_vector: tuple[int, int, int],
+    y_vector: tuple[int, int],
+    finish: Finish,
+    texels: bool,
 ) -> Nest:
     """Per step of k: a row of Y in pieces and ``mr`` values of X.
 
@@ -122,11 +144,14 @@ def outer_nest(
         positions: operands that play X and Y.
         k: extent.
         x_vector: (steps done with vector loads of X, width of those loads, their axis); width 1: all steps are alike.
-        yu: width of Y's loads.
+        y_vector: width of Y's loads; the last column at which one may begin.
         finish: what is done with the sums.
+        texels: whether X is read through an image: its vectors are then whole at the border too.
     """
-    (x, y), (main, xv, x_axis) = positions, x_vector
+    (x, y), (main, xv, x_axis), (yu, y_last) = positions, x_vector, y_vector
     walk, flops = tiling.walk(), 2 * tiling.mr * tiling.nr
+    lives, clamp, y_clamp = tiling.lives, tiling.row_clamp, (Clamp(2, y_last),)
+    whole = tiling.interior if x_axis == 1 and not texels else ()
     phases = []
     if xv == 1:
         main = 0
@@ -136,18 +161,27 @@ def outer_nest(
         down, along = (width, 1) if x_axis == 1 else (1, width)
         at_k = var("k", width) + start
         ks = [at_k + i for i in range(width)]
-        xs = [Access(x, (_B, r, i), width, x_axis) for r in tiling.rows(down) for i in ks[::along]]
-        ys = [Access(y, (_B, i, c), yu, 2) for i in ks for c in tiling.cols(yu)]
+        xs = [
+            Access(x, (_B, r, i), width, x_axis, clamps=clamp, when=lives, vector_when=whole)
+            for r in tiling.rows(down)
+            for i in ks[::along]
+        ]
+        ys = [Access(y, (_B, i, c), yu, 2, clamps=y_clamp, when=lives, past=True) for i in ks for c in tiling.cols(yu)]
         phases.append(Phase((*walk, Loop("k", steps)), tuple(xs + ys if width > 1 else ys + xs), flops * width))
-    return _finished(tiling, phases, finish)
+    return _finished(tiling, phases, finish, tiling.interior)
 
 
 @lru_cache(maxsize=4096)
 def dot_nest(
-    tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int], finish: Finish
+    tiling: Tiling, positions: tuple[int, int], k: int, v: int, pieces: tuple[int, int], columns: int, finish: Finish
 ) -> Nest:
-    """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X and Y); then the rest of k."""
+    """Per vector of k: ``nr`` vectors of Y and ``mr`` of X in ``pieces`` (widths of X and Y); then the rest of k.
+
+    ``columns`` of Y are read at once: at the border the last of them stand for those that do not exist.
+    """
     (x, y), (xu, yu) = positions, pieces
+    lives, clamp, last = tiling.lives, tiling.row_clamp, (tiling.shape[2] - 1) // columns * columns
+    groups = [(c, i) for c in tiling.cols(columns) for i in range(columns)]
     walk, main = tiling.walk(), k // v * v
     phases = []
     for start, steps, step, xw, yw in ((0, k // v, v, xu, yu), (main, k - main, 1, 1, 1)):
@@ -155,28 +189,38 @@ def dot_nest(
             continue
         at_k = var("k", step) + start
         ks = [at_k + i for i in range(step)]
-        ys = [Access(y, (_B, i, c), yw, 1) for c in tiling.cols() for i in ks[::yw]]
-        xs = [Access(x, (_B, r, i), xw, 2) for r in tiling.rows() for i in ks[::xw]]
-        phases.append(Phase((*walk, Loop("k", steps)), tuple(ys + xs), 2 * tiling.mr * tiling.nr * step))
-    return _finished(tiling, phases, finish)
+        ys = [
+            Access(y, (_B, i, c + j), yw, 1, clamps=(Clamp(2, last + j),), when=lives, past=True)
+            for c, j in groups
+            for i in ks[::yw]
+        ]
+        xs = [Access(x, (_B, r, i), xw, 2, clamps=clamp, when=lives) for r in tiling.rows() for i in ks[::xw]]
+        # What is left of k is added row by row, and each reads Y anew.
+        again = tuple(ys) * (tiling.mr - 1) if start else ()
+        loops = (*walk, Loop("k", steps))
+        phases.append(Phase(loops, tuple(ys + xs), 2 * tiling.mr * tiling.nr * step, again))
+    by_columns = not finish.own and finish.accesses[0][1] > 1
+    return _finished(tiling, phases, finish, tiling.interior[1:] if by_columns else tiling.interior)
 
 
 @lru_cache(maxsize=4096)
 def any_nest(tiling: Tiling, positions: tuple[int, int], k: int, finish: Finish) -> Nest:
     """Scalars throughout."""
     x, y = positions
-    ys = tuple(at(y, _B, var("k"), c) for c in tiling.cols())
-    xs = tuple(at(x, _B, r, var("k")) for r in tiling.rows())
+    lives, clamp = tiling.lives, (Clamp(2, tiling.shape[2] - 1),)
+    ys = tuple(at(y, _B, var("k"), c, clamps=clamp, when=lives) for c in tiling.cols())
+    xs = tuple(at(x, _B, r, var("k"), clamps=tiling.row_clamp, when=lives) for r in tiling.rows())
     phase = Phase((Loop("k", k),), ys + xs, 2 * tiling.mr * tiling.nr)
-    return _finished(tiling, [phase], finish)
+    return _finished(tiling, [phase], finish, tiling.interior)
 
 
-def _finished(tiling: Tiling, phases: list[Phase], finish: Finish) -> Nest:
-    """The nest of the sums' phases and of what follows them."""
+def _finished(tiling: Tiling, phases: list[Phase], finish: Finish, whole: tuple[Bound, ...]) -> Nest:
+    """The nest of the sums' phases and of what follows them, in vectors where the tile is ``whole``."""
     walk = tiling.walk()
+    ends = _ends(tiling, finish, len(walk), whole)
     if finish.own:
-        phases.append(Phase(walk, _ends(tiling, finish, len(walk)), finish.flops * tiling.mr * tiling.nr))
+        phases.append(Phase(walk, ends, finish.flops * tiling.mr * tiling.nr))
     else:
         last = phases[-1]
-        phases[-1] = Phase(last.loops, last.accesses + _ends(tiling, finish, len(walk)), last.flops)
-    return Nest(tiling.grid(), tuple(phases))
+        phases[-1] = Phase(last.loops, last.accesses + ends, last.flops, last.border)
+    return Nest(tiling.grid(), tuple(phases), len(walk))

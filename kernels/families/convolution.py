@@ -30,7 +30,7 @@ from kernels.families.convolution_form import (
     window_layout,
 )
 from kernels.families.convolution_pack import Source, fill, pack
-from kernels.nest import Index, Nest, Term, var
+from kernels.nest import Access, Index, Nest, Term, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -262,13 +262,14 @@ def _moved(nest: Nest, positions: tuple[int, int, int]) -> Nest:
         return nest
     key = "moved", positions
     if key not in nest.memo:
-        phases = tuple(
-            replace(p, accesses=tuple(replace(a, operand=positions[a.operand]) for a in p.accesses))
-            for p in nest.phases
-        )
-        nest.memo[key] = Nest(nest.grid, phases)
-    moved: Nest = nest.memo[key]
-    return moved
+
+        def moved(accesses: tuple[Access, ...]) -> tuple[Access, ...]:
+            return tuple(replace(a, operand=positions[a.operand]) for a in accesses)
+
+        phases = tuple(replace(p, accesses=moved(p.accesses), border=moved(p.border)) for p in nest.phases)
+        nest.memo[key] = Nest(nest.grid, phases, nest.shared)
+    made: Nest = nest.memo[key]
+    return made
 
 
 CONVOLUTION = Convolution()

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from kernels.families.common import decode_c, index_c, ndrange
 from kernels.families.convolution_form import Axis, Window, correlations
-from kernels.nest import Access, Index, Loop, Nest, Phase, Term, var
+from kernels.nest import Access, Bound, Index, Loop, Nest, Phase, Term, var, within
 from kernels.spec import KernelVariant, Launch, OpSpec
 
 __all__ = ["direct_launches"]
@@ -52,13 +52,13 @@ def _correlate(variant: KernelVariant, spec: OpSpec, groups: int, axes: tuple[Ax
     per_group, channels = out_channels // groups, spec.shapes[0][1] // groups
     if along_w:
         out, column = var("o"), lane
-        group, within = var("o", 1, per_group), var("o", 1, 1, per_group)
+        group, own = var("o", 1, per_group), var("o", 1, 1, per_group)
         grid = [Loop("n", n_images, "group"), Loop("o", out_channels, "group"), Loop("i", ah.out, "group"), *lane_loops]
     else:
         split = _channel(lane, block * items, groups, per_group)
         if split is None:
             return None
-        out, column, (group, within) = lane, var("j"), split
+        out, column, (group, own) = lane, var("j"), split
         grid = [Loop("n", n_images, "group"), Loop("i", ah.out, "group"), Loop("j", aw.out, "group"), *lane_loops]
     in_channel = _scaled(group, channels) + var("c")
     image_h, image_w = _image(var("i"), var("t"), ah), _image(column, var("u"), aw)
@@ -67,12 +67,19 @@ def _correlate(variant: KernelVariant, spec: OpSpec, groups: int, axes: tuple[Ax
     if spec.kind == "conv":
         w = (out, var("c"), tap_h, tap_w)
     else:
-        w = (in_channel, within, tap_h, tap_w)
+        w = (in_channel, own, tap_h, tap_w)
     y = (var("n"), out, _affine(ah.begin, ("i", ah.every)), Index(aw.begin) + _scaled(column, aw.every))
     loops = (Loop("c", channels), Loop("t", ah.taps), Loop("u", aw.taps), Loop("l", block))
-    taps = (Access(1, w, depth=3 if along_w else 4), Access(0, x))
+    height, width = spec.shapes[0][2:]
+    exists = (Bound(lane, lanes),)
+    if along_w:  # weights are read where the tap meets the image for any of the block's pixels
+        last = _image(Index(lanes - 1), var("u"), aw)
+        met = (*within(image_h, height), *_met(first, block, lanes, width, aw), Bound(-last, 1))
+    else:
+        met = (*within(image_h, height), *within(image_w, width), *exists)
+    taps = (Access(1, w, depth=3 if along_w else 4, when=met), Access(0, x, when=exists))
     phases = [Phase(loops, taps, 2)] if ah.taps and aw.taps else []
-    phases.append(Phase((Loop("l", block),), (Access(2, y, write=True),)))
+    phases.append(Phase((Loop("l", block),), (Access(2, y, write=True, when=exists),)))
     defines: Defines = {
         "OP_correlate": 1,
         "ALONG_W": int(along_w),
@@ -90,6 +97,12 @@ def _correlate(variant: KernelVariant, spec: OpSpec, groups: int, axes: tuple[Ax
     }
     names = (("X", 0), ("W", 1), ("Y", 2))
     return _launch("correlate", names, grid, phases, (block, lanes, first), defines)
+
+
+def _met(first: Index, block: int, lanes: int, width: int, axis: Axis) -> tuple[Bound, ...]:
+    """Whether a tap meets the image for a pixel of a block; the image is not narrower than a step."""
+    begin = _image(first, var("u"), axis)
+    return Bound(first, lanes), Bound(begin, width), Bound(-(begin + (block - 1) * axis.step), 1)
 
 
 def _weight(variant: KernelVariant, spec: OpSpec, window: Window) -> Launch | None:
@@ -119,9 +132,18 @@ def _weight(variant: KernelVariant, spec: OpSpec, window: Window) -> Launch | No
     pixels = (Loop("n", spec.shapes[0][0]), Loop("p", oh), Loop("q", ow))
     lane_loop = () if rows else (Loop("l", block),)
     dy_depth = 4 if over_outs else 3
+    exists = (Bound(lane, lanes),)
+    met = (*within(image_h, spec.shapes[1][2]), *within(image_w, spec.shapes[1][3]))
     phases = [
-        Phase((*pixels, *lane_loop), (Access(0, dy, depth=dy_depth), Access(1, x)), 2),
-        Phase(lane_loop, (Access(2, dw, write=True),)),
+        Phase(
+            (*pixels, *lane_loop),
+            (
+                Access(0, dy, depth=dy_depth, when=(*met, *(exists if rows or over_outs else ()))),
+                Access(1, x, when=exists),
+            ),
+            2,
+        ),
+        Phase(lane_loop, (Access(2, dw, write=True, when=exists),)),
     ]
     entry = "weight_rows" if rows else "weight_channels"
     defines: Defines = {
@@ -134,6 +156,7 @@ def _weight(variant: KernelVariant, spec: OpSpec, window: Window) -> Launch | No
         "DY_ELEM": _elem("DY", dy),
         "X_ELEM": _elem("X", x),
         "DW_ELEM": _elem("DW", dw),
+        "DY_ONCE": int(not over_outs),
     }
     return _launch(entry, (("DY", 0), ("X", 1), ("DW", 2)), grid, phases, (block, lanes, first), defines)
 

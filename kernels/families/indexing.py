@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from kernels.families.common import any_image
 from kernels.families.concat import fill_launch
 from kernels.families.pointwise import chunk_elems
-from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
+from kernels.nest import Access, Bound, Data, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -153,11 +153,23 @@ class _Builder:
         width, tail = self.width, self.d % self.width if lanes == 1 else 0
         vectors = -(-(self.d - tail) // width)
         column = Index(0, (Term("t", width), Term("j", width * lanes)))
-        copy = (Access(0, (source, column), width, 1), Access(2, (target, column), width, 1, True))
-        yield Phase((Loop("j", -(-vectors // lanes)),), copy)
+        within = (Bound(column, self.d - width + 1),) if lanes > 1 else ()
+        copy = (
+            Access(0, (source, column), width, 1, when=within),
+            Access(2, (target, column), width, 1, True, when=within),
+        )
+        yield Phase((Loop("j", -(-vectors // lanes)),), copy, 0, self._left(lanes, source, target))
         if tail:
             rest = Index(self.d - tail, (Term("j"),))
             yield Phase((Loop("j", tail),), (Access(0, (source, rest)), Access(2, (target, rest), write=True)))
+
+    def _left(self, lanes: int, source: Index | Data, target: Index | Data) -> tuple[Access, ...]:
+        """What vectors leave over of a row, value by value across the lanes."""
+        tail, out = self.d % self.width if lanes > 1 else 0, []
+        for first in range(0, tail, lanes):
+            column = Index(self.d - tail + first, (Term("t"),))
+            out += [Access(0, (source, column), depth=0), Access(2, (target, column), write=True, depth=0)]
+        return tuple(out)
 
     # ---- scatter_add ------------------------------------------------------------------------------------------------
     # What is added to what depends on the ids: the nests have the n rows spread evenly over the targets, in order.

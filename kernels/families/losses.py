@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from kernels.families.common import any_image
 from kernels.families.losses_split import parts_wanted, split_entropy, split_gradient
-from kernels.families.rows import RowOp, row_launches, row_variants
-from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
+from kernels.families.rows import ANY_CLASS, RowOp, row_launches, row_variants
+from kernels.nest import Access, Bound, Data, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -37,14 +37,15 @@ _OPS = {
         (12,),
         row_in=("TARGET", "LSE", "DLOSS", "WEIGHT"),
         at_target=("DX", "DX="),
+        counted=("X",),
     ),
     "nll_loss_grad": RowOp(
         ("DLOSS", "TARGET", "WEIGHT", "DX"),
         (("DX=",),),
         (("DX=",),),
         (0,),
-        row_in=("TARGET", "DLOSS", "WEIGHT"),
-        at_target=("DX=",),
+        row_in=("TARGET",),
+        at_target=("DLOSS", "WEIGHT", "DX="),
     ),
 }
 
@@ -97,11 +98,16 @@ def _mean_launch(variant: KernelVariant, spec: OpSpec, operands: tuple[tuple[str
     items = variant.param("mean_items")
     (n,) = spec.shapes[1]
     (what, source), (_, target), (_, loss), (_, weight) = operands
-    row = Index(0, (Term("t"), Term("i", items)))
-    each: tuple[Index | Data, ...] = (row, Data(target, (row,))) if what == "LOGP" else (row,)
+    row, first = Index(0, (Term("t"), Term("i", items))), (Bound(Index(0, (Term("t"),)), 1),)
+    place = Data(target, (row,), int(spec.attr("ignore_index", -100)))
+    each: tuple[Index | Data, ...] = (row, place) if what == "LOGP" else (row,)
     phases = (
-        Phase((Loop("i", -(-n // items)),), (Access(target, (row,)), Access(source, each)), 2),
-        Phase((), (Access(loss, (), write=True), Access(weight, (), write=True))),
+        Phase(
+            (Loop("i", -(-n // items)),),
+            (Access(target, (row,)), Access(source, each, when=(Bound(place, ANY_CLASS),))),
+            2,
+        ),
+        Phase((), (Access(loss, (), write=True, when=first), Access(weight, (), write=True, when=first))),
     )
     nest = Nest((Loop("g", 1, "group"), Loop("t", items, "item")), phases)
     defines: tuple[tuple[str, int], ...] = (("N", n), ("L", items), ("IGNORE", int(spec.attr("ignore_index", -100))))

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kernels.families.common import math_c
-from kernels.families.rows import RowOp, row_launches
-from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term, var
+from kernels.families.rows import ANY_CLASS, RowOp, row_launches
+from kernels.nest import Access, Bound, Data, Index, Loop, Nest, Phase, Term, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, Scratch
 from layoutopt.layout import Layout
 
@@ -34,6 +34,7 @@ _GRADIENT = RowOp(
     (("X", "DX="),),
     (12,),
     row_in=("TARGET", "LSE", "DLOSS", "WEIGHT"),
+    counted=("X",),
 )
 
 
@@ -100,7 +101,12 @@ def split_entropy(kernel: Kernel, parts: int, ignore: int) -> Kernel | None:
         Phase((Loop("p", cut.parts),), (Access(6, at),), 1),
         Phase((Loop("p", cut.parts),), (Access(7, at), Access(6, at)), 12),
         Phase(
-            (), (Access(1, (row,)), Access(0, (row, Data(1, (row,)))), *(Access(p, (row,), write=True) for p in (3, 5)))
+            (),
+            (
+                Access(1, (row,)),
+                Access(0, (row, Data(1, (row,), ignore))),
+                *(Access(p, (row,), write=True) for p in (3, 5)),
+            ),
         ),
     )
     names = (("X", 0), ("TARGET", 1), ("LSE", 3), ("EACH", 5), ("TOP", 6), ("MASS", 7))
@@ -118,8 +124,9 @@ def split_gradient(kernel: Kernel, parts: int, ignore: int) -> Kernel | None:
     if launches is None:
         return None
     row = _row(kernel)
-    target = Data(2, (row,))
-    reads = (Access(2, (row,)), Access(0, ()), Access(4, ()), Access(5, (row, target)))
+    target = Data(2, (row,), ignore)
+    counted = Bound(row, rows), Bound(target, ANY_CLASS)
+    reads = (Access(2, (row,)), Access(0, (), when=counted), Access(4, (), when=counted), Access(5, (row, target)))
     phases = (Phase((), (*reads, Access(5, (row, target), write=True)), 2),)
     names = (("DLOSS", 0), ("TARGET", 2), ("WEIGHT", 4), ("DX", 5))
     last = _by_rows(kernel, "at_targets", names, phases, {"OP_target": 1, "IGNORE": ignore})

@@ -17,7 +17,7 @@ from kernels.expr_c import expr_flops, expr_function, needs_math, used_inputs
 from kernels.families.common import any_image, math_c, simplify
 from kernels.families.domain import Walk, fat_walk, thin_walk, walk_launch
 from kernels.memory_c import CTYPES
-from kernels.nest import Access, Index, Term
+from kernels.nest import Access, Bound, Index, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout, Mode
 
@@ -121,11 +121,13 @@ def _tiles(variant: KernelVariant, spec: OpSpec, shape: tuple[int, ...], p: int,
         for a, c in enumerate(i for i in walk.accesses(0, False)[0].index if isinstance(i, Index))
     ]
 
+    whole = tuple(Bound(start[a], shape[a] - size + 1) for a in along)
+
     def rows(operand: int, vector: int, other: int, write: bool) -> list[Access]:
         out = []
         for t in range(size):
             index = [c + t if a == other else c for a, c in enumerate(start)]
-            out.append(Access(operand, tuple(index), size, vector, write))
+            out.append(Access(operand, tuple(index), size, vector, write, vector_when=whole))
         return out
 
     def step(width: int, coords: list[str]) -> str:

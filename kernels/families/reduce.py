@@ -10,11 +10,11 @@ order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kernels.families.common import any_image
-from kernels.nest import Access, Index, Loop, Nest, Phase, Term
+from kernels.nest import Access, Bound, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -203,14 +203,25 @@ class _Builder:
         groups = -(-self.kept // (block * items))
         red = Index(0, (Term("s", self.chunk), Term("r")))
         begin = Index(0, (Term("g", block * items), Term("t", block)))
-        loads = [Access(self.names[n], (red,)) for n in self.op.along_red]
+        # The item that passes the end does vectors, then values, one after the other.
+        rest = self.kept % block
+        loads, border = self._along_red(red, begin, block, rest // width + rest % width)
         for n in range(nv):
             loads += [self._matrix(m, begin + n * width, red, width, True) for m in self.op.matrices]
         stores = [a for n in range(nv) for a in self._results(begin + n * width, width)]
         grid = [Loop("s", self.split, "group"), Loop("g", groups, "group"), Loop("t", items, "item")]
-        body = Phase((Loop("r", self.chunk),), tuple(loads), self.op.flops * block)
+        body = Phase((Loop("r", self.chunk),), tuple(loads), self.op.flops * block, border)
         phases = [body, Phase((), tuple(stores))]
         return self._launch("across", grid, phases, items, ITEMS=items, NV=nv, GROUPS=groups)
+
+    def _along_red(self, red: Index, begin: Index, block: int, times: int) -> tuple[list[Access], tuple[Access, ...]]:
+        """Loads of the vectors over the reduced axis: by items that do a whole block, and how often by the one that
+        does what is left.
+        """
+        whole = (Bound(begin, self.kept - block + 1),)
+        left = Bound(begin, self.kept), Bound(-begin, block - self.kept)
+        loads = [Access(self.names[n], (red,), when=whole) for n in self.op.along_red]
+        return loads, tuple(Access(self.names[n], (red,), when=left) for n in self.op.along_red) * times
 
     def _along(self) -> Launch:
         width, rows = self.variant.param("v"), self.variant.param("rows")
@@ -228,8 +239,12 @@ class _Builder:
         grid = [Loop("s", self.split, "group"), Loop("g", groups, "group")]
         return self._launch("along", grid, phases, 1, ROWS=rows, GROUPS=groups)
 
-    def _step(self, kept: Index, red: Index, width: int) -> tuple[Access, ...]:
-        vectors = [Access(self.names[n], (red,), width) for n in self.op.along_red]
+    def _step(self, kept: Index, red: Index, width: int, when: tuple[Bound, ...] = ()) -> tuple[Access, ...]:
+        live = *when, Bound(kept, self.kept)
+        vectors = [Access(self.names[n], (red,), width, when=live) for n in self.op.along_red]
+        if when:
+            matrices = (replace(self._matrix(m, kept, red, width, False), when=when) for m in self.op.matrices)
+            return (*matrices, *vectors)
         return (*(self._matrix(m, kept, red, width, False) for m in self.op.matrices), *vectors)
 
     def _block(self) -> Launch:
@@ -237,7 +252,7 @@ class _Builder:
         groups = -(-self.kept // (width * lanes))
         red = Index(0, (Term("s", self.chunk), Term("y"), Term("r", rows)))
         kept = Index(0, (Term("g", width * lanes), Term("t", width)))
-        loads = [Access(self.names[n], (red,)) for n in self.op.along_red]
+        loads, border = self._along_red(red, kept, width, self.kept % width)
         loads += [self._matrix(m, kept, red, width, True) for m in self.op.matrices]
         # One row of items has the results: those of the others are beyond the last.
         stores = self._results(kept + Index(0, (Term("y", groups * lanes * width),)), width)
@@ -245,7 +260,7 @@ class _Builder:
             *(Loop("s", self.split, "group"), Loop("g", groups, "group")),
             *(Loop("y", rows, "item"), Loop("t", lanes, "item")),
         ]
-        body = Phase((Loop("r", -(-self.chunk // rows)),), tuple(loads), self.op.flops * width)
+        body = Phase((Loop("r", -(-self.chunk // rows)),), tuple(loads), self.op.flops * width, border)
         phases = [body, Phase((), tuple(stores))]
         return self._launch("block", grid, phases, rows * lanes, LANES=lanes, ROWS=rows, GROUPS=groups)
 
@@ -259,11 +274,24 @@ class _Builder:
             *(Loop("s", self.split, "group"), Loop("g", groups, "group")),
             *(Loop("y", rows, "item"), Loop("t", items, "item")),
         ]
+        whole = (Bound(red, self.red - width + 1),) if width > 1 else ()
+        loads, border = self._step(kept, red, width, whole), self._left(kept, width)
         phases = [
-            Phase((Loop("r", steps),), self._step(kept, red, width), self.op.flops * width),
+            Phase((Loop("r", steps),), loads, self.op.flops * width, border),
             Phase((), tuple(self._results(kept + Index(0, (Term("t", groups * rows),)), 1))),
         ]
         return self._launch("group", grid, phases, rows * items, L=items, ROWS=rows, GROUPS=groups)
+
+    def _left(self, kept: Index, width: int) -> tuple[Access, ...]:
+        """What vectors leave over at the end of the reduced axis: one value for each of a few items."""
+        tail = self.red % width
+        if not tail:
+            return ()
+        chunks = (Bound(Index(0, (Term("s", -1),)), 2 - self.split),) if self.split > 1 else ()
+        steps = self._step(
+            kept, Index(self.red - tail, (Term("t"),)), 1, (*chunks, Bound(Index(0, (Term("t"),)), tail))
+        )
+        return tuple(replace(a, depth=0) for a in steps)
 
     def _final(self) -> Launch:
         items, block = (_FINAL_ITEMS, 1) if self.variant.name in ("block", "group") else (1, _FINAL_BLOCK)

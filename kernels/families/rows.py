@@ -9,21 +9,23 @@ memory).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from kernels.families.common import any_image, math_c
-from kernels.nest import Access, Data, Index, Loop, Nest, Phase, Term
+from kernels.nest import Access, Bound, Clamp, Data, Index, Loop, Nest, Phase, Term
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import Layout
 
-__all__ = ["ROWS", "RowOp", "Rows", "row_launches", "row_variants"]
+__all__ = ["ANY_CLASS", "ROWS", "RowOp", "Rows", "row_launches", "row_variants"]
 
 _GROUP_ITEMS, _LONG_ITEMS, _MOST_VECTORS = 128, 256, 8
 """Items of a group of short rows; of one long row at most; vectors of a row that an item keeps in registers at most."""
 _KEPT_BYTES = 1 << 17
 """Private memory that a fat work item may take for its rows."""
 _ITEM, _COLS, _GROUP = 0, 1, 2
+ANY_CLASS = 1 << 30
+"""More classes than there are: a target that is none is not below it (see ``kernels.nest.Bound``)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class RowOp:
         once: the same over a group that keeps nothing, where the body finds peak and sum in one pass.
         row_in: vectors [M] and scalars read once a row, before the passes.
         row_out: vectors [M] written once a row, after them.
-        at_target: names accessed at ``[row, TARGET[row]]`` at the end, ``=`` for a store.
+        at_target: names accessed at ``[row, TARGET[row]]`` at the end, ``=`` for a store; scalars where there is one.
+        counted: names of ``passes`` that are accessed only in rows that have a target.
     """
 
     names: tuple[str, ...]
@@ -49,6 +52,7 @@ class RowOp:
     row_in: tuple[str, ...] = ()
     row_out: tuple[str, ...] = ()
     at_target: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
 
 
 OPS = {
@@ -185,6 +189,7 @@ class _Builder:
         self, entry: str, op: RowOp, defines: tuple[tuple[str, str | int | float], ...], shapes: _Shapes
     ) -> None:
         self.entry, self.op, self.defines = entry, op, defines
+        self.nowhere = int(dict(defines).get("IGNORE", -1))
         self.position = {name: i for i, name in enumerate(op.names) if name}
         self.rank = {name: len(shape) for name, shape in zip(self.position, shapes, strict=True)}
         names = zip(self.position, shapes, strict=True)
@@ -208,28 +213,46 @@ class _Builder:
         """One operand of a pass: a matrix at [row, column], or a vector along k at [column]."""
         position = self.position[name.rstrip("=")]
         if name in _ALONG_K:
-            return Access(position, (column,), width if axis == 1 else 1, 0)
-        return Access(position, (row, column), width, axis, name.endswith("="))
+            return Access(position, (column,), width if axis == 1 else 1, 0, when=(Bound(row, self.m),))
+        when = (Bound(self._target(row), ANY_CLASS),) if name in self.op.counted else ()
+        return Access(position, (row, column), width, axis, name.endswith("="), when=when)
 
-    def _row_phase(self, names: tuple[str, ...], row: Index, width: int, write: bool) -> Iterator[Phase]:
+    def _target(self, row: Index) -> Data:
+        return Data(self.position["TARGET"], (row,), self.nowhere)
+
+    def _row_phase(
+        self, names: tuple[str, ...], row: Index, width: int, write: bool, when: tuple[Bound, ...], beyond: bool
+    ) -> Iterator[Phase]:
+        """Values of the row; ``beyond``: items beyond the last row read that one's."""
+        live = (*when, *([] if beyond else [Bound(row, self.m)]))
         accesses = []
         for name in names:
             position = self.position[name]
-            scalar = self.rank[name] == 0
-            accesses.append(Access(position, () if scalar else (row,), 1 if scalar else width, 0, write))
+            if self.rank[name] == 0:
+                accesses.append(Access(position, (), write=write, when=live))
+            else:
+                clamps = (Clamp(0, self.m - 1),) if beyond else ()
+                accesses.append(Access(position, (row,), width, 0, write, clamps=clamps, when=when))
         if accesses:
             yield Phase((), tuple(accesses))
 
-    def _row(self, row: Index, lanes: int, passes: Iterator[Phase]) -> Iterator[Phase]:
-        yield from self._row_phase(self.op.row_in, row, lanes, False)
+    def _row(
+        self, row: Index, lanes: int, passes: Iterator[Phase], leader: tuple[Bound, ...] = (), beyond: bool = False
+    ) -> Iterator[Phase]:
+        """A row's passes and what is read and written once; ``leader``: by which of its items alone."""
+        yield from self._row_phase(self.op.row_in, row, lanes, False, (), beyond)
         yield from passes
         if self.op.at_target:
-            target = Data(self.position["TARGET"], (row,))
+            target = self._target(row)
+            scalars = [*leader, Bound(row, self.m), Bound(target, ANY_CLASS)]
             accesses = [
-                Access(self.position[n.rstrip("=")], (row, target), write=n.endswith("=")) for n in self.op.at_target
+                Access(self.position[n.rstrip("=")], (row, target), write=n.endswith("="), when=leader)
+                if self.rank[n.rstrip("=")]
+                else Access(self.position[n], (), when=tuple(scalars))
+                for n in self.op.at_target
             ]
             yield Phase((), tuple(accesses))
-        yield from self._row_phase(self.op.row_out, row, lanes, True)
+        yield from self._row_phase(self.op.row_out, row, lanes, True, leader, False)
 
     def item(self, width: int, rows: int) -> Launch:
         """One work item for ``rows`` rows, vectors along k."""
@@ -274,15 +297,30 @@ class _Builder:
         groups = -(-self.m // rows)
         row = Index(0, (Term("g", rows), Term("r")))
         column = Index(0, (Term("t", width), Term("j", width * lanes)))
-        steps = -(-self.k // (width * lanes))
+        steps, tail = -(-self.k // (width * lanes)), self.k % width
         keeps = len(self.op.passes) > 1 and steps <= _MOST_VECTORS
         shown = self.op.kept if keeps else self.op.once or self.op.passes
+        # Vectors lie within the row; of what they leave over each of a few items does one value.
+        within = Bound(column, self.k - width + 1)
+        item, rest = Index(0, (Term("t"),)), Index(self.k - tail, (Term("t"),))
+
+        def one(name: str, place: Index, size: int, bound: Bound) -> Access:
+            access = self._access(name, row, place, size, 1)
+            return replace(access, when=(*access.when, bound), depth=-1 if place is column else 0)
+
         passes = (
-            Phase((Loop("j", steps),), tuple(self._access(n, row, column, width, 1) for n in names), flops * width)
+            Phase(
+                (Loop("j", steps),),
+                tuple(
+                    one(n, column, width, within) if width > 1 else self._access(n, row, column, 1, 1) for n in names
+                ),
+                flops * width,
+                tuple(one(n, rest, 1, Bound(item, tail)) for n in names) if tail else (),
+            )
             for names, flops in zip(shown, self.op.flops, strict=True)
         )
         grid = [Loop("g", groups, "group"), Loop("r", rows, "item"), Loop("t", lanes, "item")]
-        phases = list(self._row(row, 1, passes))
+        phases = list(self._row(row, 1, passes, (Bound(item, 1),), beyond=True))
         sizes = {"ORIENT": _GROUP, "W": width, "ROWS": rows, "L": lanes, "KEEP": int(keeps), "NV": steps}
         return self._launch(grid, phases, rows * lanes, groups, **sizes)
 
