@@ -62,6 +62,7 @@ class CacheLevel:
         replacement: "lru", "fifo", "plru" or "random".
         inclusion: "none"; "inclusive" of what nearer caches hold; "exclusive": holds what had to go from them.
         hashed: all bits of an address pick its set, rather than some.
+        fetch_bytes: of the last cache, what a miss fetches from memory where that is more than a sector.
         source: where the numbers come from.
         confidence: "high", "medium", "low" or "assumed".
     """
@@ -81,6 +82,7 @@ class CacheLevel:
     replacement: str = "lru"
     inclusion: str = "none"
     hashed: bool = False
+    fetch_bytes: int = 0
     source: str = ""
     confidence: str = "assumed"
 
@@ -246,7 +248,7 @@ class DeviceModel:
         # Models made before there were these entries keep their hash.
         _drop_unset(content["limits"], ("image_max_buffer_texels",))
         for cache in content["caches"]:
-            _drop_usual(cache, ("fetch_on_write", "replacement", "inclusion", "hashed"))
+            _drop_usual(cache, ("fetch_on_write", "replacement", "inclusion", "hashed", "fetch_bytes"))
         for fitted in content["constants"].values():
             _drop_unset(fitted, ("spread_90", "error_90", "corrected"))
         for taken in content["measurements"].values():

@@ -53,6 +53,9 @@ class Level:
             holds only what had to go from the level before it, and gives back what is asked for (a victim cache).
         hashed: a set is picked by all bits of the line number, its pieces as wide as a set number XORed (and taken
             modulo the sets where they are no power of two), as GPUs do, rather than by the lowest.
+        fetch_bytes: what the last level gets from memory for a sector that it misses: the aligned piece of the line
+            around it, as far as it is not there; 0: the sector. Whoever asks for several sectors of a piece at once
+            misses them all: an access that follows the fetch directly is no hit.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Level:
     fetch_on_write: bool = True
     inclusion: str = "none"
     hashed: bool = False
+    fetch_bytes: int = 0
 
     @property
     def sets(self) -> int:
@@ -126,6 +130,10 @@ class Hierarchy:
             _check_level(level)
         for i, level in enumerate(self.levels):
             _check_among(level, self.levels[:i])
+            if level.fetch_bytes and (level is not self.levels[-1] or not i or level.inclusion == "exclusive"):
+                raise LayoutOptError(
+                    f"cache level {level}: fetch_bytes are of the last of several levels, none exclusive"
+                )
         longest = max(level.line_bytes for level in self.levels)
         if bool(self.row_bytes) != bool(self.banks) or self.banks < 0 or 0 < self.row_bytes < longest:
             raise LayoutOptError(
@@ -169,8 +177,11 @@ class Hierarchy:
             row[13:15] = start, 0 if level.shared else level.sets
             start += aide.size
             filled.append(aide)
-        geometry[:, 15:] = self._plain(), self.row_bytes, self.banks, start, self.cores, len(self.levels)
-        filled.append(np.full(self.banks + _SPARE, EMPTY, dtype=np.int64))
+        geometry[:, 15:21] = self._plain(), self.row_bytes, self.banks, start, self.cores, len(self.levels)
+        geometry[:, 21] = start + self.banks
+        geometry[:, 22] = [level.fetch_bytes for level in self.levels]
+        recent = 1 if self.levels[-1].fetch_bytes else 0
+        filled.append(np.full(self.banks + recent + _SPARE, EMPTY, dtype=np.int64))
         return State(np.concatenate(filled), geometry)
 
     def _aide(self, level: Level, number: int) -> np.ndarray:
@@ -185,6 +196,8 @@ class Hierarchy:
     def _plain(self) -> int:
         """Which accesses ``simulator/plain.py`` can do: loads, and stores by bit of their way."""
         if any(x.unit_bytes != x.line_bytes or x.replacement != "lru" or x.inclusion != "none" for x in self.levels):
+            return 0
+        if self.levels[-1].fetch_bytes:
             return 0
         buffers = [x for x in self.levels if x.serves != "image"]
         if not all(x.usual for x in buffers):
@@ -215,6 +228,8 @@ def _check_level(level: Level) -> None:
     ):
         if value not in known:
             raise LayoutOptError(f"{name}: {value!r} is none of {', '.join(known)}")
+    if level.fetch_bytes and not (_power_of_two(level.fetch_bytes) and level.unit_bytes <= level.fetch_bytes <= line):
+        raise LayoutOptError(f"{name}: fetch_bytes must be a power of two, at least a sector and at most a line")
     if level.replacement == "plru" and (not _power_of_two(level.ways) or level.ways > 64):
         raise LayoutOptError(f"{name}: a tree needs 1, 2, 4, 8, 16, 32 or 64 ways; take lru")
 

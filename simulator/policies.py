@@ -26,12 +26,14 @@ from simulator.sets import (
     EMPTY,
     EXCLUSIVE,
     FETCH,
+    GRANULE,
     INCLUSION,
     INCLUSIVE,
     LEVELS,
     LINE,
     PLRU,
     POLICY,
+    RECENT,
     SECTORS,
     SERVES,
     STORES,
@@ -169,6 +171,41 @@ def _hand_on(
 
 
 @compiled
+def _just_fetched(cells: int, table: int, level: int, address: int) -> bool:
+    """Whether the access before fetched the piece around an address: both belong to one request."""
+    recent = of(table, level, RECENT)
+    if load(cells, recent) == address // of(table, level, GRANULE):
+        return True
+    store(cells, recent, EMPTY)
+    return False
+
+
+@compiled
+def _piece(cells: int, table: int, level: int, core: int, address: int) -> int:
+    """The sectors of the piece around an address that are not there, which are now fetched."""
+    granule = of(table, level, GRANULE)
+    store(cells, of(table, level, RECENT), address // granule)
+    first, position = seek(cells, table, level, core, address >> of(table, level, LINE))
+    bits, start = 0, address & -granule
+    while start < (address & -granule) + granule:
+        bits |= _sector(table, level, start)
+        start += 1 << of(table, level, UNIT)
+    if position < of(table, level, WAYS):
+        bits &= ~load(cells, first + position)
+    return bits
+
+
+@compiled
+def _count(bits: int) -> int:
+    """How many bits are set."""
+    count = 0
+    while bits:
+        bits &= bits - 1
+        count += 1
+    return count
+
+
+@compiled
 def _fetch(
     cells: int,
     table: int,
@@ -182,12 +219,16 @@ def _fetch(
 ) -> None:
     """``level`` has missed a unit: find it further out and fill all levels on the way, the outermost first."""
     levels = of(table, 0, LEVELS)
+    moved = 0  # sectors that exclusive levels give back, or that come along from memory
     found, asked = _next(table, level, way), level
     while found < levels:
         first, position = seek(cells, table, found, core, address >> of(table, found, LINE))
         there = position < of(table, found, WAYS)
         if there and load(cells, first + position) & _sector(table, found, address):
-            add(tally, 2 * found, 1)
+            if of(table, found, GRANULE) and _just_fetched(cells, table, found, address):
+                missed(table, found, False, tally, wide)
+            else:
+                add(tally, 2 * found, 1)
             if of(table, found, INCLUSION) != EXCLUSIVE:
                 use(cells, table, found, core, first, position)
                 found -= 1  # it keeps what it has; what an exclusive level has moves
@@ -196,9 +237,11 @@ def _fetch(
         found, asked = _next(table, found, way), found
     else:
         size = 1 << of(table, asked, UNIT)
+        if of(table, asked, GRANULE):
+            moved = _piece(cells, table, asked, core, address)
+            size *= _count(moved)
         memory(cells, table, address & -size, size, False, tally, wide)
         found -= 1
-    moved = 0  # sectors that exclusive levels give back
     for inner in range(found, level - 1, -1):
         if not of(table, inner, SERVES) & way:
             continue

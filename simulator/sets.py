@@ -15,12 +15,13 @@ from simulator.lanes import LANES, compiled, load, match_lanes, push_lanes, stor
 
 EMPTY = -1
 
-# Columns of the table, one row per level. Those from PLAIN on are the hierarchy's, the same in every row.
+# Columns of the table, one row per level. Those from PLAIN to RECENT are the hierarchy's, the same in every row.
 FIRST, APART, SETS, WAYS, UNIT, SERVES, MASK, LINE, SECTORS, POLICY, FOLD, STORES, INCLUSION, AIDE, AIDE_APART = range(
     15
 )
-PLAIN, ROW_BYTES, BANKS, OPEN, CORES, LEVELS = range(15, 21)
-COLUMNS = 21
+PLAIN, ROW_BYTES, BANKS, OPEN, CORES, LEVELS, RECENT = range(15, 22)
+GRANULE = 22
+COLUMNS = 23
 
 LRU, FIFO, PLRU, RANDOM = range(4)
 WRITE_BACK, ALLOCATE, FETCH = 1, 2, 4

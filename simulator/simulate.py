@@ -113,6 +113,7 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
             replacement=c.replacement,
             inclusion=c.inclusion,
             hashed=c.hashed,
+            fetch_bytes=c.fetch_bytes,
         )
         for c in model.caches
         if (images or c.serves != "image") and c.size_bytes

@@ -238,6 +238,39 @@ class TestSectors:
         assert (run.hits(1), run.misses(1), run.line_misses(1), run.read) == (2, 2, 1, 128)
 
 
+class TestPieces:
+    """A last level whose misses fetch more than the sector that was asked for."""
+
+    NEAR = level(1, 2, line_bytes=128, sector_bytes=32)
+    FAR = level(2, 2, name="L2", line_bytes=128, sector_bytes=32, shared=True, fetch_bytes=64, fetch_on_write=False)
+
+    def test_the_neighbour_of_a_sector_read_before_hits(self):
+        run = Run(self.NEAR, self.FAR, cores=2)
+        run.touch([0, 4], unit=32)
+        assert (run.hits(1), run.misses(1), run.read) == (0, 2, 128)
+        run.touch([1], unit=32, core=1)
+        assert (run.hits(1), run.misses(1), run.read) == (1, 2, 128)
+
+    def test_sectors_of_one_request_miss_together(self):
+        run = Run(self.NEAR, self.FAR)
+        run.touch([0, 1, 2, 3], unit=32)
+        assert (run.hits(1), run.misses(1), run.read) == (0, 4, 128)
+
+    def test_what_is_there_is_not_fetched_again(self):
+        run = Run(replace(self.NEAR, write_back=False, write_allocate=False), self.FAR)
+        run.touch([1], write=True, unit=32)
+        run.touch([0, 1], unit=32)
+        assert run.read == 32
+        assert run.written == 0
+
+    @pytest.mark.parametrize("bad", [{"fetch_bytes": 48}, {"fetch_bytes": 16}, {"fetch_bytes": 256}])
+    def test_what_cannot_be_is_refused(self, bad):
+        with pytest.raises(LayoutOptError, match="fetch_bytes"):
+            Hierarchy((self.NEAR, replace(self.FAR, **bad)))
+        with pytest.raises(LayoutOptError, match="fetch_bytes"):
+            Hierarchy((replace(self.FAR, shared=False),))
+
+
 class TestInclusion:
     def test_an_inclusive_level_takes_its_line_from_the_nearer_one(self):
         run = Run(level(1, 4), level(1, 2, name="L2", inclusion="inclusive")).touch([0, 1, 2])
