@@ -82,7 +82,7 @@ class Walk:
         lists: coordinates of each access, end to end.
         coords: [coordinates, columns of ``walker.COORD``].
         terms: [terms, 4]: variable, coef, div, mod; a variable is numbered among its kind.
-        tables: element offset by coordinate, every axis of every operand end to end.
+        tables: element offset by coordinate, every axis of more than one stride of every operand end to end.
         bases: element offset of each operand's logical origin, by operand position.
         blocks: [operands, 3]: texels of an image's row, and its texel block; 0 where there is none.
         data: values of integer operands, end to end (gather coordinates).
@@ -135,12 +135,17 @@ class Stream:
     write: np.ndarray
 
 
+def _weights(layout: Layout) -> tuple[int, ...]:
+    """Elements that a step along each storage dimension is."""
+    if not layout.is_image:
+        return (1,)
+    _, columns, lanes = layout.size
+    return (columns * lanes, lanes, 1)
+
+
 def _table(layout: Layout, axis: int) -> np.ndarray:
     """Linear element offset contributed by each coordinate of an axis, those of its padding included."""
-    weight: tuple[int, ...] = (1,)
-    if layout.is_image:
-        _, columns, lanes = layout.size
-        weight = (columns * lanes, lanes, 1)
+    weight = _weights(layout)
     coordinate = np.arange(max(layout.shape[axis], layout.padded_shape[axis]), dtype=np.int64)
     out = np.zeros_like(coordinate)
     inner = 1
@@ -199,6 +204,11 @@ class _Compiler:
                 if block != TexelBlock():
                     self.blocks[position] = columns, block.columns, block.rows
             for axis in range(layout.rank):
+                modes = layout.axis_modes(axis)
+                if len(modes) < 2:  # of one stride, and perhaps as long as a whole model: no table
+                    stride = modes[0].stride * _weights(layout)[modes[0].dim] if modes else 0
+                    self.first_entry[position, axis] = -2 - stride
+                    continue
                 self.first_entry[position, axis] = filled
                 self.tables.append(_table(layout, axis))
                 filled += self.tables[-1].size

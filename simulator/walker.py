@@ -41,9 +41,9 @@ whole also past the shape; whether one value stands for all."""
 
 COORD = ("const", "first", "groups", "items", "loops", "below", "table", "data", "length", "most", "plus", "deepest")
 """Columns of a coordinate: constant; first term, and how many terms over groups, items and loops follow each other; the
-end of its axis; first entry of its table (-1: it only has to hold); first entry of the integers that it reads (-1:
-none) and how many there are; clamp and what is added to it; the innermost loop that it depends on (-1: none). Those of
-a phase follow each other, by that loop, innermost first."""
+end of its axis; first entry of its table (-1: it only has to hold; -2 - n: each is n elements further); first entry of
+the integers that it reads (-1: none) and how many there are; clamp and what is added to it; the innermost loop that it
+depends on (-1: none). Those of a phase follow each other, by that loop, innermost first."""
 
 
 @njit(cache=True)
@@ -72,11 +72,12 @@ def _value(x: int, coords: np.ndarray, c: int, data: np.ndarray) -> int:
 @njit(cache=True)
 def _part(value: int, coords: np.ndarray, c: int, tables: np.ndarray) -> int:
     """What a coordinate adds to the element offset, or _OUT."""
-    if coords[c, 6] < 0:
+    table = coords[c, 6]
+    if table == -1:
         return 0 if value < coords[c, 5] and (value >= 0 or coords[c, 7] < 0) else _OUT
     if value < 0 or value >= coords[c, 5]:
         return _OUT
-    return tables[coords[c, 6] + value]
+    return tables[table + value] if table >= 0 else value * (-2 - table)
 
 
 @njit(cache=True)
@@ -339,7 +340,10 @@ def walk_groups(
                                             at = min(at, coords[c, 9] + coords[c, 10])
                                         if at >= coords[c, 5] and not past:
                                             continue
-                                        offset += tables[table + at] - tables[table + along[lane]]
+                                        if table >= 0:
+                                            offset += tables[table + at] - tables[table + along[lane]]
+                                        else:
+                                            offset += (at - along[lane]) * (-2 - table)
                                     took += each
                                     if recording:
                                         for twin in range(each):
