@@ -3,94 +3,96 @@
 An access' address is a sum of parts, one per coordinate: an offset from the table of the operand's axis. A coordinate's
 value is itself a sum: of what the work group, the wave's lanes and the sequential loops contribute. The lanes' part is
 the same in every group and worked out once; a coordinate is worked out anew only when a loop that it depends on has
-moved, and once for all lanes where they agree. Equal coordinates of different accesses are one.
+moved, and once for all lanes where they agree. Equal coordinates of different accesses are one. What no loop moves of
+an access is added up when a wave begins a phase, so that an iteration adds what has moved.
+
+Arrays are handed on as addresses, as in ``simulator/lanes.py``.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from simulator.cache import line_access
-from simulator.sets import SERVES, UNIT
+from simulator.cache import unit_access
+from simulator.lanes import compiled, load, store
+from simulator.sets import COLUMNS, SERVES, UNIT
 
-__all__ = ["COORD", "META", "lane_parts", "walk_groups"]
+__all__ = ["COORD", "META", "PHASE", "lane_parts", "walk_groups"]
 
 _OUT = -(1 << 62)  # an offset of what does not happen
 _MOST_UNITS = 4096  # distinct lines or sectors of one request: 128 lanes × 64 bytes, and more
 
-META = (
-    "operand",
-    "width",
-    "axis",
-    "write",
-    "depth",
-    "first",
-    "coords",
-    "apart",
-    "item",
-    "way",
-    "part",
-    "past",
-    "splat",
-)
-"""Columns of an access: operand; width; which of its coordinates is the vector's (-1: none); write; depth; its first
-entry in the list of coordinates, how many of them make the address or forbid it, how many after these say whether it
-is a vector; bytes of an element; way to the caches; width of the pieces that a vector is moved in; whether it is moved
-whole also past the shape; whether one value stands for all."""
+OPERAND, WIDTH, AXIS, WRITE, DEPTH, FIRST, FIXED, MOVING, APART, ITEM, WAY, PART, PAST, SPLAT = range(14)
+META = 14
+"""Columns of an access: operand; width; the coordinate along which the vector lies (-1: none); write; depth; its first
+entry in the list of coordinates, how many of these no loop of the phase moves, how many some loop does, how many after
+them say whether it is a vector; bytes of an element; way to the caches; width of the pieces that a vector is moved in;
+whether it is moved whole also past the shape; whether one value stands for all."""
 
-COORD = ("const", "first", "groups", "items", "loops", "below", "table", "data", "length", "most", "plus", "deepest")
+CONST, TERM, GROUPS, ITEMS, LOOPS, BELOW, TABLE, DATA, LENGTH, MOST, PLUS, DEEPEST = range(12)
+COORD = 12
 """Columns of a coordinate: constant; first term, and how many terms over groups, items and loops follow each other; the
-end of its axis; first entry of its table (-1: it only has to hold; -2 - n: each is n elements further); first entry of
-the integers that it reads (-1: none) and how many there are; clamp and what is added to it; the innermost loop that it
-depends on (-1: none). Those of a phase follow each other, by that loop, innermost first."""
+end of its axis; first entry of its table (-1: it only has to hold); first entry of the integers that it reads (-1:
+none) and how many there are; clamp and what is added to it; the innermost loop that it depends on (-1: none). Those of
+a phase follow each other, by that loop, innermost first."""
+
+LOOP, LOOP_COUNT, ACCESS, EARLY, INNER, LATE, COORDINATE, COORDINATES = range(8)
+PHASE = 8
+"""Columns of a phase: first loop, loops; first access, how many of them are loads before inner loops, in the innermost
+loop, and stores after inner loops; first coordinate, coordinates."""
+
+_TERM = 4
 
 
-@njit(cache=True)
-def _sum(terms: np.ndarray, first: int, count: int, variables: np.ndarray) -> int:
+@compiled
+def _sum(terms: int, first: int, count: int, variables: int) -> int:
     total = 0
-    for t in range(first, first + count):
-        x = variables[terms[t, 0]]
-        if terms[t, 2] != 1:
-            x //= terms[t, 2]
-        if terms[t, 3] != 0:
-            x %= terms[t, 3]
-        total += x * terms[t, 1]
+    for t in range(first * _TERM, (first + count) * _TERM, _TERM):
+        x = load(variables, load(terms, t))
+        div, mod = load(terms, t + 2), load(terms, t + 3)
+        if div != 1:
+            x //= div
+        if mod != 0:
+            x %= mod
+        total += x * load(terms, t + 1)
     return total
 
 
-@njit(cache=True)
-def _value(x: int, coords: np.ndarray, c: int, data: np.ndarray) -> int:
-    """A coordinate from its sum; -1 where it does not exist."""
-    if coords[c, 7] >= 0:
-        if x < 0 or x >= coords[c, 8]:
+@compiled
+def _value(x: int, coord: int, data: int) -> int:
+    """A coordinate from its sum; -1 where it does not exist. ``coord``: where its columns are."""
+    source = load(coord, DATA)
+    if source >= 0:
+        if x < 0 or x >= load(coord, LENGTH):
             return -1
-        x = data[coords[c, 7] + x]
-    return min(x, coords[c, 9]) + coords[c, 10]
+        x = load(data, source + x)
+    return min(x, load(coord, MOST)) + load(coord, PLUS)
 
 
-@njit(cache=True)
-def _part(value: int, coords: np.ndarray, c: int, tables: np.ndarray) -> int:
+@compiled
+def _part(value: int, coord: int, tables: int) -> int:
     """What a coordinate adds to the element offset, or _OUT."""
-    table = coords[c, 6]
-    if table == -1:
-        return 0 if value < coords[c, 5] and (value >= 0 or coords[c, 7] < 0) else _OUT
-    if value < 0 or value >= coords[c, 5]:
+    table = load(coord, TABLE)
+    if table < 0:
+        return 0 if value < load(coord, BELOW) and (value >= 0 or load(coord, DATA) < 0) else _OUT
+    if value < 0 or value >= load(coord, BELOW):
         return _OUT
-    return tables[table + value] if table >= 0 else value * (-2 - table)
+    return load(tables, table + value)
 
 
-@njit(cache=True)
+@compiled
 def lane_parts(
-    item_extents: np.ndarray, wave: int, coords: np.ndarray, terms: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the lanes contribute to each coordinate [waves, coordinates, lanes], and where all of a wave agree."""
+    item_extents: np.ndarray, wave: int, coords: np.ndarray, terms: np.ndarray, meta: np.ndarray, lists: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What the lanes contribute to each coordinate [waves, coordinates, lanes], and where all of a wave agree: in a
+    coordinate [waves, coordinates], and in all that an access depends on [waves, accesses]."""
     n_item, items = item_extents.size, 1
     for i in range(n_item):
         items *= item_extents[i]
     waves = (items + wave - 1) // wave
     parts = np.zeros((waves, coords.shape[0], wave), dtype=np.int64)
-    agree = np.ones((waves, coords.shape[0]), dtype=np.bool_)
+    agree = np.ones((waves, coords.shape[0]), dtype=np.int64)
+    at_once = np.ones((waves, meta.shape[0]), dtype=np.int64)
     variables = np.zeros(n_item, dtype=np.int64)
     for item in range(items):
         rest = item
@@ -99,37 +101,42 @@ def lane_parts(
             rest //= item_extents[i]
         w, lane = item // wave, item % wave
         for c in range(coords.shape[0]):
-            x = _sum(terms, coords[c, 1] + coords[c, 2], coords[c, 3], variables)
+            first = coords[c, TERM] + coords[c, GROUPS]
+            x = _sum(terms.ctypes.data, first, coords[c, ITEMS], variables.ctypes.data)
             parts[w, c, lane] = x
             if x != parts[w, c, 0]:
-                agree[w, c] = False
-    return parts, agree
+                agree[w, c] = 0
+    for w in range(waves):
+        for a in range(meta.shape[0]):
+            first = meta[a, FIRST]
+            for n in range(first, first + meta[a, FIXED] + meta[a, MOVING] + meta[a, APART]):
+                at_once[w, a] &= agree[w, lists[n]]
+    return parts, agree, at_once
 
 
-@njit(cache=True)
-def _add_unit(units: np.ndarray, found: int, unit: int) -> int:
+@compiled
+def _add_unit(units: int, found: int, unit: int) -> int:
     for k in range(found - 1, -1, -1):
-        if units[k] == unit:
+        if load(units, k) == unit:
             return found
-    if found < units.size:
-        units[found] = unit
+    if found < _MOST_UNITS:
+        store(units, found, unit)
         found += 1
     return found
 
 
-@njit(cache=True)
-def _coarser(units: np.ndarray, count: int, shift: int, out: np.ndarray) -> int:
+@compiled
+def _coarser(units: int, count: int, shift: int, out: int) -> int:
     """The distinct larger units that some units lie in; how many."""
     found = 0
     for k in range(count):
-        found = _add_unit(out, found, units[k] >> shift)
+        found = _add_unit(out, found, load(units, k) >> shift)
     return found
 
 
-@njit(cache=True)
-def _swizzled(offset: int, block: np.ndarray) -> int:
+@compiled
+def _swizzled(offset: int, columns: int, across: int, down: int) -> int:
     """The element at which a texel of an image lies whose texels are stored by blocks (see ``TexelBlock``)."""
-    columns, across, down = block[0], block[1], block[2]
     texel, lane = offset // 4, offset % 4
     row, column = texel // columns, texel % columns
     per_row = (columns + across - 1) // across
@@ -137,7 +144,16 @@ def _swizzled(offset: int, block: np.ndarray) -> int:
     return place * 4 + lane
 
 
-@njit(cache=True)
+@compiled
+def _unit_shift(geometry: int, way: int) -> int:
+    """Log2 of the unit of the nearest cache on a way."""
+    near = 0
+    while not load(geometry, near * COLUMNS + SERVES) & way:
+        near += 1
+    return load(geometry, near * COLUMNS + UNIT)
+
+
+@compiled
 def walk_groups(
     span: np.ndarray,
     group_extents: np.ndarray,
@@ -155,6 +171,7 @@ def walk_groups(
     data: np.ndarray,
     parts: np.ndarray,
     agree: np.ndarray,
+    at_once: np.ndarray,
     addresses: np.ndarray,
     cached: np.ndarray,
     geometry: np.ndarray,
@@ -171,29 +188,53 @@ def walk_groups(
     """
     first, last, cores, resident, turn = span[0], span[1], span[2], span[3], span[4]
     shared, recording, line_shift, sector_shift = span[5], span[6] != 0, span[7], span[8]
-    n_group, n_wave, n_phase = group_extents.size, parts.shape[0], phases.shape[0]
+    n_group, n_wave, n_phase, n_coord, n_access = (
+        group_extents.size,
+        parts.shape[0],
+        phases.shape[0],
+        coords.shape[0],
+        meta.shape[0],
+    )
+    columns = counts.shape[1]
+    wide = columns >= 3 + 5 * geometry.shape[0] + 4
+    # Addresses of what the loops below read and write.
+    meta_, lists_, coords_, terms_, tables_ = (
+        meta.ctypes.data,
+        lists.ctypes.data,
+        coords.ctypes.data,
+        terms.ctypes.data,
+        tables.ctypes.data,
+    )
+    bases_, blocks_, data_, extents_ = bases.ctypes.data, blocks.ctypes.data, data.ctypes.data, extents.ctypes.data
+    addresses_, cells, table_ = addresses.ctypes.data, cached.ctypes.data, geometry.ctypes.data
+    counts_, requests_, records_ = counts.ctypes.data, requests.ctypes.data, records.ctypes.data
+    room = records.shape[0]
     slots = max(min(cores * resident, last - first), 1) if resident > 0 else 1
     n_loop = 0
     for p in range(n_phase):
-        n_loop = max(n_loop, phases[p, 1])
+        n_loop = max(n_loop, phases[p, LOOP_COUNT])
     group_of = np.full(slots, -1, dtype=np.int64)
     phase_of = np.zeros(slots, dtype=np.int64)
     state = np.zeros((slots, n_wave, n_loop), dtype=np.int64)
     done = np.zeros((slots, n_wave), dtype=np.bool_)
     outer = np.zeros((slots, max(shared, 1)), dtype=np.int64)  # the shared loops
-    variables = np.zeros(n_group, dtype=np.int64)
-    loops = np.zeros(max(n_loop, 1), dtype=np.int64)
-    n_coord = coords.shape[0]
-    base = np.zeros(n_coord, dtype=np.int64)
-    same = np.zeros(n_coord, dtype=np.int64)  # offset where all lanes agree
-    where = np.zeros(n_coord, dtype=np.int64)  # and the coordinate's value
-    own = np.zeros((n_coord, wave), dtype=np.int64)
-    own_where = np.zeros((n_coord, wave), dtype=np.int64)
-    offsets = np.zeros(wave, dtype=np.int64)
-    along = np.zeros(wave, dtype=np.int64)
-    single = np.zeros(wave, dtype=np.bool_)
-    units = np.zeros(_MOST_UNITS, dtype=np.int64)
-    coarse = np.zeros(_MOST_UNITS, dtype=np.int64)
+    variables_array = np.zeros(n_group, dtype=np.int64)
+    loops_array = np.zeros(max(n_loop, 1), dtype=np.int64)
+    scratch = np.zeros(3 * n_coord + 2 * n_coord * wave + n_access + n_access * wave + 3 * wave, dtype=np.int64)
+    units_array = np.zeros(2 * _MOST_UNITS, dtype=np.int64)
+    variables, loops = variables_array.ctypes.data, loops_array.ctypes.data
+    base = scratch.ctypes.data  # [coordinates] constant and group
+    same = base + 8 * n_coord  # offset where all lanes agree
+    where = same + 8 * n_coord  # and the coordinate's value
+    own = where + 8 * n_coord  # [coordinates, lanes] where they do not
+    own_where = own + 8 * n_coord * wave
+    still = own_where + 8 * n_coord * wave  # [accesses] what no loop moves, where all lanes agree
+    own_still = still + 8 * n_access  # [accesses, lanes]
+    offsets = own_still + 8 * n_access * wave
+    along = offsets + 8 * wave
+    single = along + 8 * wave
+    units = units_array.ctypes.data
+    coarse = units + 8 * _MOST_UNITS
     written = 0
     upcoming, alive = first, 0
     for s in range(slots):
@@ -209,13 +250,18 @@ def walk_groups(
             core = s % cores if resident > 0 else group % cores
             rest = group
             for i in range(n_group - 1, -1, -1):
-                variables[i] = rest % group_extents[i]
+                variables_array[i] = rest % group_extents[i]
                 rest //= group_extents[i]
-            first_loop, loop_count, first_access, last_access = phases[phase, 0], phases[phase, 1], phases[phase, 2], 0
-            last_access = first_access + phases[phase, 3]
-            first_coord, last_coord = phases[phase, 4], phases[phase, 4] + phases[phase, 5]
+            first_loop, loop_count = phases[phase, LOOP], phases[phase, LOOP_COUNT]
+            first_access = phases[phase, ACCESS]
+            first_inner = first_access + phases[phase, EARLY]
+            first_late = first_inner + phases[phase, INNER]
+            last_access = first_late + phases[phase, LATE]
+            first_coord = phases[phase, COORDINATE]
+            last_coord = first_coord + phases[phase, COORDINATES]
             for c in range(first_coord, last_coord):
-                base[c] = coords[c, 0] + _sum(terms, coords[c, 1], coords[c, 2], variables)
+                x = coords[c, CONST] + _sum(terms_, coords[c, TERM], coords[c, GROUPS], variables)
+                store(base, c, x)
             remaining = False
             for w in range(n_wave):
                 if done[s, w]:
@@ -223,168 +269,226 @@ def walk_groups(
                 lanes = min(wave, items - w * wave)
                 entered = 0  # loads at this depth or deeper are due
                 for i in range(loop_count):
-                    loops[i] = outer[s, i] if i < shared else state[s, w, i]
-                    if i >= shared and loops[i] > 0:
+                    loops_array[i] = outer[s, i] if i < shared else state[s, w, i]
+                    if i >= shared and loops_array[i] > 0:
                         entered = i + 1
+                agree_ = agree.ctypes.data + 8 * w * n_coord
+                at_once_ = at_once.ctypes.data + 8 * w * n_access
+                parts_ = parts.ctypes.data + 8 * w * n_coord * wave
                 changed = -1  # coordinates that depend on this loop, or one within, are worked out anew
                 issued = 0
                 over = False
                 while True:
                     # ---- coordinates --------------------------------------------------------------------------------
                     for c in range(first_coord, last_coord):
-                        if coords[c, 11] < changed:
+                        coord = coords_ + 8 * COORD * c
+                        if load(coord, DEEPEST) < changed:
                             break
-                        x = base[c] + _sum(terms, coords[c, 1] + coords[c, 2] + coords[c, 3], coords[c, 4], loops)
-                        if agree[w, c]:
-                            value = _value(x + parts[w, c, 0], coords, c, data)
-                            where[c] = value
-                            same[c] = _part(value, coords, c, tables)
+                        first_term = load(coord, TERM) + load(coord, GROUPS) + load(coord, ITEMS)
+                        x = load(base, c) + _sum(terms_, first_term, load(coord, LOOPS), loops)
+                        if load(agree_, c):
+                            value = _value(x + load(parts_, c * wave), coord, data_)
+                            store(where, c, value)
+                            store(same, c, _part(value, coord, tables_))
                         else:
                             for lane in range(lanes):
-                                value = _value(x + parts[w, c, lane], coords, c, data)
-                                own_where[c, lane] = value
-                                own[c, lane] = _part(value, coords, c, tables)
-                    advance = loop_count - 1
-                    while advance >= shared and loops[advance] == extents[first_loop + advance] - 1:
-                        advance -= 1
-                    # ---- accesses -----------------------------------------------------------------------------------
-                    for stage in range(3):
-                        if stage != 1 and entered == loop_count and advance == loop_count - 1:
-                            continue  # an inner iteration: nothing begins or ends
+                                value = _value(x + load(parts_, c * wave + lane), coord, data_)
+                                store(own_where, c * wave + lane, value)
+                                store(own, c * wave + lane, _part(value, coord, tables_))
+                    if changed < 0:
                         for a in range(first_access, last_access):
-                            depth, write = meta[a, 4], meta[a, 3] == 1
-                            if stage == 0:
-                                due = depth < loop_count and not write and depth >= entered
-                            elif stage == 1:
-                                due = depth == loop_count
-                            else:
-                                due = depth < loop_count and write and depth > advance
-                            if not due:
-                                continue
-                            operand, width, axis, item = meta[a, 0], meta[a, 1], meta[a, 2], meta[a, 8]
-                            begin, n_coords, n_apart = meta[a, 5], meta[a, 6], meta[a, 7]
-                            part, past = meta[a, 10], meta[a, 11] == 1
-                            # Where the lanes agree in all, one stands for them.
-                            shown = 1
-                            for n in range(begin, begin + n_coords + n_apart):
-                                if not agree[w, lists[n]]:
-                                    shown = lanes
-                                    break
-                            each = 1 if shown == lanes else lanes
-                            active = 0
-                            singles = 0
-                            for lane in range(shown):
-                                offset = bases[operand]
-                                for n in range(begin, begin + n_coords):
-                                    c = lists[n]
-                                    step = same[c] if agree[w, c] else own[c, lane]
+                            access = meta_ + 8 * META * a
+                            begin = load(access, FIRST)
+                            end = begin + load(access, FIXED)
+                            for lane in range(1 if load(at_once_, a) else lanes):
+                                offset = load(bases_, load(access, OPERAND))
+                                for n in range(begin, end):
+                                    c = load(lists_, n)
+                                    step = load(same, c) if load(agree_, c) else load(own, c * wave + lane)
                                     if step == _OUT:
                                         offset = _OUT
                                         break
                                     offset += step
-                                offsets[lane] = offset
-                                if offset == _OUT:
-                                    continue
-                                active += 1
-                                if width == 1:
-                                    continue
-                                alone = False
-                                for n in range(begin + n_coords, begin + n_coords + n_apart):
-                                    c = lists[n]
-                                    if (same[c] if agree[w, c] else own[c, lane]) == _OUT:
-                                        alone = True
-                                c = lists[begin + axis]
-                                at = where[c] if agree[w, c] else own_where[c, lane]
-                                along[lane] = at
-                                if not past and at + width > coords[c, 5]:
-                                    alone = True
-                                single[lane] = alone
-                                if alone:
-                                    singles += 1
-                            if active == 0:
+                                if load(at_once_, a):
+                                    store(still, a, offset)
+                                else:
+                                    store(own_still, a * wave + lane, offset)
+                    advance = loop_count - 1
+                    while advance >= shared and load(loops, advance) == load(extents_, first_loop + advance) - 1:
+                        advance -= 1
+                    # ---- accesses -----------------------------------------------------------------------------------
+                    begin_access = first_access if entered < loop_count else first_inner
+                    end_access = last_access if advance < loop_count - 1 else first_late
+                    for a in range(begin_access, end_access):
+                        access = meta_ + 8 * META * a
+                        if a < first_inner:
+                            if load(access, DEPTH) < entered:
                                 continue
-                            issued += 1
-                            count = width // part if width > 1 else 1
-                            if meta[a, 12] == 1:
-                                count = 1
-                            total = count if singles < active else 0
-                            if singles:
-                                total += width
-                            table = coords[lists[begin + axis], 6] if width > 1 else 0
-                            for turn_piece in range(total):
-                                # First the pieces of whole vectors, then those of the others one by one.
-                                one_by_one = singles > 0 and (singles == active or turn_piece >= count)
-                                size = 1 if one_by_one or meta[a, 12] == 1 else part
-                                ahead = turn_piece * part
-                                if one_by_one:
-                                    ahead = turn_piece - (0 if singles == active else count)
-                                found = 0
-                                took = 0
-                                shift = 0
-                                near = 0
-                                unit_shift = 0
-                                if not recording:
-                                    way = meta[a, 9]
-                                    while not geometry[near, SERVES] & way:
-                                        near += 1
-                                    unit_shift = geometry[near, UNIT]
-                                    shift = min(unit_shift, sector_shift) if sector_shift > 0 else unit_shift
-                                for lane in range(shown):
-                                    offset = offsets[lane]
-                                    if offset == _OUT or (width > 1 and single[lane] != one_by_one):
-                                        continue
-                                    if ahead > 0:
-                                        c = lists[begin + axis]
-                                        at = along[lane] + ahead
-                                        if one_by_one:
-                                            at = min(at, coords[c, 9] + coords[c, 10])
-                                        if at >= coords[c, 5] and not past:
-                                            continue
-                                        if table >= 0:
-                                            offset += tables[table + at] - tables[table + along[lane]]
-                                        else:
-                                            offset += (at - along[lane]) * (-2 - table)
-                                    took += each
-                                    if recording:
-                                        for twin in range(each):
-                                            if written < records.shape[0]:
-                                                records[written, 0] = group
-                                                records[written, 1] = w * wave + (lane if each == 1 else twin)
-                                                records[written, 2] = operand
-                                                records[written, 3] = offset
-                                                records[written, 4] = size
-                                                records[written, 5] = write
-                                            written += 1
-                                        continue
-                                    if blocks[operand, 0] > 0:
-                                        offset = _swizzled(offset, blocks[operand])
-                                    byte = addresses[operand] + offset * item
-                                    begin_unit, end_unit = byte >> shift, (byte + size * item - 1) >> shift
-                                    for unit in range(begin_unit, end_unit + 1):
-                                        if found == 0 or units[found - 1] != unit:
-                                            found = _add_unit(units, found, unit)
-                                if recording or took == 0:
+                        elif a >= first_late and load(access, DEPTH) <= advance:
+                            continue
+                        operand, width, item = load(access, OPERAND), load(access, WIDTH), load(access, ITEM)
+                        way, write = load(access, WAY), load(access, WRITE) != 0
+                        part = load(access, PART)
+                        begin = load(access, FIRST) + load(access, FIXED)
+                        end = begin + load(access, MOVING)
+                        tally = counts_ + 8 * columns * operand
+                        shown, each = lanes, 1
+                        if load(at_once_, a):  # where the lanes agree in all, one stands for them
+                            shown, each = 1, lanes
+                            offset = load(still, a)
+                            if offset == _OUT:
+                                continue
+                            for n in range(begin, end):
+                                step = load(same, load(lists_, n))
+                                if step == _OUT:
+                                    offset = _OUT
+                                    break
+                                offset += step
+                            if offset == _OUT:
+                                continue
+                            whole = width == 1
+                            if width == part and load(access, APART) == 0:
+                                c = load(access, AXIS)
+                                whole = load(access, PAST) != 0
+                                whole = whole or load(where, c) + width <= load(coords_, COORD * c + BELOW)
+                            if whole and not recording and sector_shift == 0 and load(blocks_, 3 * operand) == 0:
+                                # The usual case: one piece.
+                                issued += 1
+                                shift = _unit_shift(table_, way)
+                                size = width * item
+                                byte = load(addresses_, operand) + offset * item
+                                unit, end_unit = byte >> shift, (byte + size - 1) >> shift
+                                store(tally, 0, load(tally, 0) + each)
+                                store(tally, 1, load(tally, 1) + end_unit - unit + 1)
+                                store(tally, 2, load(tally, 2) + each * size)
+                                while unit <= end_unit:
+                                    unit_access(cells, table_, core, unit << shift, write, way, tally + 24, wide)
+                                    unit += 1
+                                continue
+                            store(offsets, 0, offset)
+                        else:
+                            step_all = 0
+                            for n in range(begin, end):
+                                c = load(lists_, n)
+                                if load(agree_, c):
+                                    step = load(same, c)
+                                    if step == _OUT:
+                                        step_all = _OUT
+                                        break
+                                    step_all += step
+                            if step_all == _OUT:
+                                continue
+                            for lane in range(lanes):
+                                offset = load(own_still, a * wave + lane)
+                                store(offsets, lane, _OUT if offset == _OUT else offset + step_all)
+                            for n in range(begin, end):
+                                c = load(lists_, n)
+                                if not load(agree_, c):
+                                    for lane in range(lanes):
+                                        offset, step = load(offsets, lane), load(own, c * wave + lane)
+                                        out = offset == _OUT or step == _OUT
+                                        store(offsets, lane, _OUT if out else offset + step)
+                        active = 0
+                        singles = 0
+                        axis = load(access, AXIS)
+                        past = load(access, PAST) != 0
+                        for lane in range(shown):
+                            if load(offsets, lane) == _OUT:
+                                continue
+                            active += 1
+                            if width == 1:
+                                continue
+                            alone = False
+                            for n in range(end, end + load(access, APART)):
+                                c = load(lists_, n)
+                                if (load(same, c) if load(agree_, c) else load(own, c * wave + lane)) == _OUT:
+                                    alone = True
+                            at = load(where, axis) if load(agree_, axis) else load(own_where, axis * wave + lane)
+                            store(along, lane, at)
+                            if not past and at + width > load(coords_, COORD * axis + BELOW):
+                                alone = True
+                            store(single, lane, 1 if alone else 0)
+                            if alone:
+                                singles += 1
+                        if active == 0:
+                            continue
+                        issued += 1
+                        splat = load(access, SPLAT) != 0
+                        count = width // part if width > 1 and not splat else 1
+                        whole_pieces = count if singles < active else 0
+                        total = whole_pieces + (width if singles else 0)
+                        shift = 0
+                        unit_shift = 0
+                        if not recording:
+                            unit_shift = _unit_shift(table_, way)
+                            shift = min(unit_shift, sector_shift) if sector_shift > 0 else unit_shift
+                        for piece in range(total):
+                            # First the pieces of whole vectors, then those of the others one by one.
+                            one_by_one = piece >= whole_pieces and singles > 0
+                            size = 1 if one_by_one or splat else part
+                            ahead = piece - whole_pieces if one_by_one else piece * part
+                            found = 0
+                            took = 0
+                            recent = -1
+                            for lane in range(shown):
+                                offset = load(offsets, lane)
+                                if offset == _OUT or (width > 1 and (load(single, lane) != 0) != one_by_one):
                                     continue
-                                counts[operand, 0] += took
-                                counts[operand, 2] += took * size * item
-                                if sector_shift > 0:
-                                    requests[operand, 0] += 1
-                                    requests[operand, 1] += _coarser(units, found, line_shift - shift, coarse)
-                                    requests[operand, 2] += _coarser(units, found, sector_shift - shift, coarse)
-                                    found = _coarser(units, found, unit_shift - shift, coarse)
-                                    units, coarse = coarse, units
-                                    shift = unit_shift
-                                counts[operand, 1] += found
-                                for k in range(found):
-                                    address = units[k] << shift
-                                    line_access(cached, geometry, core, address, write, meta[a, 9], counts, operand, 3)
+                                if ahead > 0:
+                                    coord = coords_ + 8 * COORD * axis
+                                    at = load(along, lane) + ahead
+                                    if one_by_one:
+                                        at = min(at, load(coord, MOST) + load(coord, PLUS))
+                                    if at >= load(coord, BELOW) and not past:
+                                        continue
+                                    table = tables_ + 8 * load(coord, TABLE)
+                                    offset += load(table, at) - load(table, load(along, lane))
+                                took += each
+                                if recording:
+                                    for twin in range(each):
+                                        if written < room:
+                                            record = records_ + 48 * written
+                                            store(record, 0, group)
+                                            store(record, 1, w * wave + (lane if each == 1 else twin))
+                                            store(record, 2, operand)
+                                            store(record, 3, offset)
+                                            store(record, 4, size)
+                                            store(record, 5, 1 if write else 0)
+                                        written += 1
+                                    continue
+                                if load(blocks_, 3 * operand) > 0:
+                                    block = blocks_ + 24 * operand
+                                    offset = _swizzled(offset, load(block, 0), load(block, 1), load(block, 2))
+                                byte = load(addresses_, operand) + offset * item
+                                unit, end_unit = byte >> shift, (byte + size * item - 1) >> shift
+                                while unit <= end_unit:
+                                    if unit != recent:
+                                        found = _add_unit(units, found, unit)
+                                        recent = unit
+                                    unit += 1
+                            if recording or took == 0:
+                                continue
+                            if sector_shift > 0:
+                                request = requests_ + 24 * operand
+                                store(request, 0, load(request, 0) + 1)
+                                store(request, 1, load(request, 1) + _coarser(units, found, line_shift - shift, coarse))
+                                sectors = _coarser(units, found, sector_shift - shift, coarse)
+                                store(request, 2, load(request, 2) + sectors)
+                                found = _coarser(units, found, unit_shift - shift, coarse)
+                                units, coarse = coarse, units
+                            store(tally, 0, load(tally, 0) + took)
+                            store(tally, 1, load(tally, 1) + found)
+                            store(tally, 2, load(tally, 2) + took * size * item)
+                            for k in range(found):
+                                address = load(units, k) << unit_shift
+                                unit_access(cells, table_, core, address, write, way, tally + 24, wide)
                     # ---- on ---------------------------------------------------------------------------------------
                     if advance < shared:
                         over = True
                         break
-                    loops[advance] += 1
+                    store(loops, advance, load(loops, advance) + 1)
                     for i in range(advance + 1, loop_count):
-                        loops[i] = 0
+                        store(loops, i, 0)
                     entered = advance + 1
                     changed = advance
                     if turn > 0 and issued >= turn:
@@ -394,7 +498,7 @@ def walk_groups(
                 else:
                     remaining = True
                     for i in range(loop_count):
-                        state[s, w, i] = loops[i]
+                        state[s, w, i] = loops_array[i]
             if remaining:
                 continue
             # All waves of the group have come to the end of the phase, where they wait for each other.
@@ -417,4 +521,5 @@ def walk_groups(
                     group_of[s] = upcoming
                     upcoming += 1
                     alive += 1
-    return written
+    # The arrays must live until here: the loops know only their addresses.
+    return written + 0 * (scratch.size + units_array.size + variables_array.size + loops_array.size)
