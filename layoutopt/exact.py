@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from layoutopt.factors import Factor
 from layoutopt.grouping import ranks
 from layoutopt.interrupts import overdue
@@ -27,7 +30,7 @@ from layoutopt.treewidth import Answer, Condensed, Limits, OutOfTimeError, conde
 
 __all__ = ["Outcome", "Tactics", "remaining", "search"]
 
-_STAGES = ((10, True), (40, True), (150, False))
+_STAGES = ((40, True), (150, False))
 """Rounds of sweeps at first, and whether a dive follows: before costs are where they belong none helps."""
 _ROUNDS = 50
 """Of sweeps later on."""
@@ -42,8 +45,8 @@ _LEAP = 6
 """A step after an elimination is so many times the last; twice once that was too much."""
 _FAILURES = 3
 """Eliminations that may lead nowhere before the rest is left to HiGHS."""
-_SHALLOW, _DEPTHS = 10, 8
-"""A dive begins with rows that cost up to 2 ** -_SHALLOW of the gap, and doubles that so many times."""
+_SHALLOW, _DEEPER, _DEPTHS = 18, 4, 9
+"""A dive begins with rows that cost up to 2 ** -_SHALLOW of the gap, then so many times more, so many times."""
 _DIVE_ROUNDS, _DIVE_ROWS, _GROUP = 3, 1 << 13, 200
 """Sweeps before a dive's beam search, its width in rows, and the tables in a group along its path."""
 
@@ -78,7 +81,13 @@ class Tactics:
 _ALL = Tactics()
 
 
-def search(network: Network, best_ns: int, limits: Limits, tactics: Tactics = _ALL) -> Outcome:
+def search(
+    network: Network,
+    best_ns: int,
+    limits: Limits,
+    tactics: Tactics = _ALL,
+    start: Sequence[int] | None = None,
+) -> Outcome:
     """Close the gap below ``best_ns``, as far as time and width allow.
 
     Args:
@@ -86,8 +95,9 @@ def search(network: Network, best_ns: int, limits: Limits, tactics: Tactics = _A
         best_ns: only cheaper assignments are looked for; of a known one, or beyond any.
         limits: rows of a table, and when to stop.
         tactics: all by default.
+        start: values per variable near which better ones are looked for; they may cost more than ``best_ns``.
     """
-    work = _Search(network, best_ns, limits)
+    work = _Search(network, best_ns, limits, start)
     with suppress(OutOfTimeError):
         work.run(tactics)
     return Outcome(work.bound_ns, work.cost_ns, work.values, work.closed)
@@ -144,8 +154,10 @@ class _Base:
 class _Search:
     """Costs here are scaled and less the network's base; ``low`` and below is refuted, ``high`` is to be beaten."""
 
-    def __init__(self, network: Network, best_ns: int, limits: Limits) -> None:
+    def __init__(self, network: Network, best_ns: int, limits: Limits, start: Sequence[int] | None = None) -> None:
         self.network, self.limits = network, limits
+        self.known: Sequence[int] = start or [-1] * len(network.sizes)
+        self.path: list[int] = []
         self.high = best_ns * SCALE - network.base
         self.low = -1
         self.cost_ns: int | None = None
@@ -258,27 +270,35 @@ class _Search:
                     return
                 step = max((top - self.low) // 3, 1)
 
+    def _along(self, base: _Base) -> list[int]:
+        """The order of a path through the network, made once."""
+        if not self.path:
+            self.path = ranks(base.factors, len(self.network.sizes), _GROUP)
+        return self.path
+
     def _dive(self, base: _Base) -> None:
-        """Look for better assignments among rows that cost little each, however many: a beam search along a path."""
+        """Look for better assignments among rows that cost little each and those of the best assignment known.
+
+        With these, what cannot be had cheaply somewhere stays as it is there and is no dead end. Where there are too
+        many rows it is a beam search along a path.
+        """
         if not base.factors:
             return
         sizes = self.network.sizes
-        order = ranks(base.factors, len(sizes), _GROUP)
+        flat = base.prepared(sizes)
         share = max((self.most - base.paid) >> _SHALLOW, 1)
         for _ in range(_DEPTHS):
             self._in_time()
-            kept = [table.costs <= share for table in base.factors]
-            share *= 2
-            if not all(mask.any() for mask in kept):
+            near = flat.near(self.known, share)
+            share *= _DEEPER
+            left = self._settled(base, self.most, _DIVE_ROUNDS, near)
+            if left is None:
                 continue
-            few = [Factor(t.scope, t.rows[m], t.costs[m]) for t, m in zip(base.factors, kept, strict=True)]
-            left = self._settled(_Base(few, base.paid, self.most, base.trail), self.most, _DIVE_ROUNDS)
-            if left is not None:
-                limits = Limits(_DIVE_ROWS, self.limits.deadline)
-                answer = eliminate(left.factors, sizes, self.most - left.paid, limits, 0, order)
-                self._take(answer, left)
-                if answer.cost is not None and not answer.exact:
-                    return
+            limits = Limits(_DIVE_ROWS, self.limits.deadline)
+            answer = eliminate(left.factors, sizes, self.most - left.paid, limits, 0, self._along(base))
+            self._take(answer, left)
+            if not answer.exact:
+                return
 
     def _in_time(self) -> None:
         if overdue(self.limits.deadline):
@@ -299,9 +319,9 @@ class _Search:
             self._found(left.paid, left.complete([0] * len(self.network.sizes)))
         return left
 
-    def _settled(self, base: _Base, top: int, rounds: int) -> _Base | None:
+    def _settled(self, base: _Base, top: int, rounds: int, only: NDArray[np.bool_] | None = None) -> _Base | None:
         sizes = self.network.sizes
-        swept = sweep(base.prepared(sizes), sizes, top - base.paid, rounds, self.limits.deadline)
+        swept = sweep(base.prepared(sizes), sizes, top - base.paid, rounds, self.limits.deadline, only)
         return None if swept is None else base.after(Condensed(swept.factors, swept.constant, swept.settled, ()), top)
 
     def _condense(self, base: _Base, top: int, rows: int) -> _Base | None:
@@ -316,5 +336,5 @@ class _Search:
 
     def _found(self, cost: int, values: tuple[int, ...]) -> None:
         if cost < self.high:
-            self.high, self.values = cost, values
+            self.high, self.values, self.known = cost, values, values
             self.cost_ns = (self.network.base + cost) // SCALE

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from layoutopt.errors import InfeasibleError
 from layoutopt.problem import Choice, OpNode, Problem
 
-__all__ = ["Domain", "consistent", "dearest", "reduce", "undominated"]
+__all__ = ["NEVER", "Domain", "consistent", "dearest", "reduce", "tables", "undominated"]
 
 Ints = NDArray[np.int64]
 
@@ -132,19 +132,30 @@ def undominated(
     choices: tuple[Choice, ...], left: tuple[int, ...], prices: tuple[tuple[int | None, ...] | None, ...]
 ) -> tuple[int, ...]:
     """The choices in ``left`` that no other dominates; ``prices`` per operand as ``dearest``, None where tied."""
-    order = sorted(left, key=lambda c: (choices[c].cost_ns, c))
-    costs = np.array([choices[c].cost_ns for c in order], dtype=np.int64)
-    layouts = np.array([choices[c].layouts for c in order], dtype=np.int64).reshape(len(order), len(prices))
-    extra = np.full((len(prices), int(layouts.max(initial=0)) + 1), _NEVER, dtype=np.int64)
+    order = tuple(sorted(left, key=lambda c: (choices[c].cost_ns, c)))
+    kept = _undominated(*tables(choices, order, prices))
+    return tuple(sorted(order[i] for i in np.flatnonzero(kept).tolist()))
+
+
+NEVER = 1 << 60
+"""More than any choice costs."""
+
+
+def tables(
+    choices: tuple[Choice, ...], left: tuple[int, ...], prices: tuple[tuple[int | None, ...] | None, ...]
+) -> tuple[Ints, Ints, Ints]:
+    """Choices for compiled loops: costs, layouts [choices, operands], prices [operands, candidates].
+
+    Prices are ``NEVER`` where they are None; as many candidates as any storage of the operands has, or a choice uses.
+    """
+    costs = np.array([choices[c].cost_ns for c in left], dtype=np.int64)
+    layouts = np.array([choices[c].layouts for c in left], dtype=np.int64).reshape(len(left), len(prices))
+    width = max([int(layouts.max(initial=-1)) + 1, *(len(price or ()) for price in prices)])
+    extra = np.full((len(prices), width), NEVER, dtype=np.int64)
     for k, price in enumerate(prices):
         for layout, cost_ns in enumerate(price or ()):
-            if cost_ns is not None and layout < extra.shape[1]:
-                extra[k, layout] = min(cost_ns, _NEVER)
-    return tuple(sorted(order[i] for i in np.flatnonzero(_undominated(costs, layouts, extra)).tolist()))
-
-
-_NEVER = 1 << 60
-"""More than any choice costs."""
+            extra[k, layout] = NEVER if cost_ns is None else cost_ns
+    return costs, layouts, extra
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]

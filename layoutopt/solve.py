@@ -3,6 +3,7 @@
 In order, each a switch of ``Reductions`` and none of them changing the optimum:
 
 1. *dominance* (``reduce``): choices that another one replaces at no loss are dropped;
+   *copies* (``copies``): relayouts that cost more than all readers together could save by them are dropped;
 2. *sweeps* (``sweeps``): costs are moved between tables until their least costs make a bound; what lies above the best
    assignment known is dropped;
 3. *dives* (``exact``, ``grouping``): between sweeps, a beam search along the blocks of the network looks for a better
@@ -29,7 +30,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from functools import partial
 
@@ -38,13 +39,14 @@ from ortools.math_opt.python import mathopt
 from layoutopt.chains import Merged, merge_chains, unmerged
 from layoutopt.check import check
 from layoutopt.conflict import explain
+from layoutopt.copies import without_idle_copies
 from layoutopt.errors import InfeasibleError, LayoutOptError
 from layoutopt.exact import Tactics, remaining, search
 from layoutopt.interrupts import StoppedError, interruptible, overdue, requested, searching
-from layoutopt.problem import Assignment, Problem
+from layoutopt.problem import Assignment, Choice, Problem
 from layoutopt.reduce import Domain, consistent, reduce
 from layoutopt.states import TooManyStatesError, network
-from layoutopt.strategies import STRATEGIES, priced
+from layoutopt.strategies import STRATEGIES, prefer, priced
 from layoutopt.treewidth import Limits
 
 __all__ = ["Reductions", "heuristics", "solve"]
@@ -58,6 +60,7 @@ class Reductions:
     """Switches of what is done before HiGHS; all off is the plain integer program. The module says what each does."""
 
     dominance: bool = True
+    copies: bool = True
     sweeps: bool = True
     dives: bool = True
     condensing: bool = True
@@ -67,7 +70,7 @@ class Reductions:
     @staticmethod
     def none() -> Reductions:
         """The plain integer program."""
-        return Reductions(False, False, False, False, False, False)
+        return Reductions(**dict.fromkeys((f.name for f in fields(Reductions)), False))
 
 
 _MOST_FOR_HIGHS = 60_000
@@ -111,8 +114,10 @@ def _solve(
     most_rows: int,
 ) -> Assignment:
     started = time.perf_counter()
-    domain = reduce(problem) if switches.dominance else consistent(problem)
-    known = list(heuristics(problem) if starts is None else starts)
+    whole, domain = problem, reduce(problem) if switches.dominance else consistent(problem)
+    if switches.copies:
+        problem, domain = without_idle_copies(problem, domain)
+    known = list(heuristics(whole) if starts is None else starts)
     best = min(known, key=lambda a: a.cost_ns) if known else None
     bound = sum(min(op.choices[c].cost_ns for c in left) for op, left in zip(problem.ops, domain.choices, strict=True))
     closed, method = False, best.method if best else "none"
@@ -127,7 +132,7 @@ def _solve(
         bound, closed = max(bound, outcome.bound_ns), outcome.closed
         method = f"{method}, proven on tables" if closed and method != "tables" else method
     if closed and best is None:
-        raise explain(problem)
+        raise explain(whole)
     if not closed and requested():
         method = f"{method}; interrupted"
     elif (
@@ -152,7 +157,7 @@ def _solve(
     bound = best.cost_ns if status == "OPTIMAL" else bound
     seconds = time.perf_counter() - started
     out = Assignment(best.primary, best.copies, best.choice, best.cost_ns, status, bound, seconds, method)
-    check(problem, out)
+    check(whole, out)
     return out
 
 
@@ -181,7 +186,8 @@ def _on_tables(
     except TooManyStatesError:
         return _Tabled(None, base_ns, False, None), domain
     tactics = Tactics(switches.sweeps, switches.dives, switches.condensing, switches.elimination)
-    outcome = search(net, ceiling, limits, tactics)
+    start = _inside(problem, domain, best) if best and switches.dives else None
+    outcome = search(net, ceiling, limits, tactics, None if start is None else net.values(start))
     found = None
     if outcome.cost_ns is not None:
         found = priced(problem, net.primaries(outcome.values), net.choices(outcome.values), "tables", "FEASIBLE")
@@ -190,6 +196,20 @@ def _on_tables(
     if closed or not switches.sweeps or overdue(limits.deadline):
         return tabled, domain
     return tabled, remaining(net, outcome.cost_ns if outcome.cost_ns is not None else ceiling)
+
+
+def _inside(problem: Problem, domain: Domain, known: Assignment) -> Assignment | None:
+    """An assignment of what is left near a known one: with its primaries where they are; None at a dead end."""
+    shared: dict[tuple[int, tuple[int, ...]], tuple[Choice, ...]] = {}
+    ops = []
+    for op, left in zip(problem.ops, domain.choices, strict=True):
+        choices = shared.setdefault((id(op.choices), left), tuple(op.choices[c] for c in left))
+        ops.append(replace(op, choices=choices))
+    try:
+        found = prefer(replace(problem, ops=tuple(ops)), known.primary, known.method, stay=False)
+    except InfeasibleError:
+        return None
+    return replace(found, choice=tuple(left[c] for left, c in zip(domain.choices, found.choice, strict=True)))
 
 
 def _beyond(problem: Problem) -> int:

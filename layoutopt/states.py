@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layoutopt.factors import Factor
-from layoutopt.problem import Problem
+from layoutopt.problem import Assignment, Problem
 from layoutopt.reduce import Domain
 
 __all__ = ["SCALE", "Network", "TooManyStatesError", "network"]
@@ -68,6 +68,25 @@ class Network:
             states[s][values[variables[s]]][0] if s in variables else left[0]
             for s, left in enumerate(self.domain.primaries)
         )
+
+    def values(self, found: Assignment) -> tuple[int, ...] | None:
+        """The variables' values in an assignment, with the copies that its choices read; None where a state is gone."""
+        read: dict[int, set[int]] = {}
+        for op, c in zip(self.problem.ops, found.choice, strict=True):
+            for s, layout in zip(op.operands, op.choices[c].layouts, strict=True):
+                if layout != found.primary[s]:
+                    read.setdefault(s, set()).add(layout)
+        out = [0] * len(self.sizes)
+        for s, variable in self.storages.items():
+            wanted = found.primary[s], tuple(sorted(read.get(s, ())))
+            at = next((i for i, (p, made, _) in enumerate(self.states[s]) if (p, made) == wanted), None)
+            if at is None:
+                return None
+            out[variable] = at
+        for op, c, slots in zip(self.problem.ops, found.choice, self.slots, strict=True):
+            for v, layout in zip(slots, op.choices[c].layouts, strict=True):
+                out[v] = layout
+        return tuple(out)
 
     def choices(self, values: tuple[int, ...]) -> tuple[int, ...]:
         """Per op its cheapest choice that uses the candidates of its slots."""

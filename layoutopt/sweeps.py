@@ -50,7 +50,12 @@ class Swept:
 
 
 def sweep(
-    factors: Sequence[Factor] | Prepared, sizes: Sequence[int], budget: int, rounds: int, deadline: float = float("inf")
+    factors: Sequence[Factor] | Prepared,
+    sizes: Sequence[int],
+    budget: int,
+    rounds: int,
+    deadline: float = float("inf"),
+    only: NDArray[np.bool_] | None = None,
 ) -> Swept | None:
     """Move costs about; drop what cannot be part of an assignment within the budget.
 
@@ -60,6 +65,7 @@ def sweep(
         budget: assignments that cost more may be lost.
         rounds: passes in each direction at most.
         deadline: by ``time.perf_counter``; no further round begins after it.
+        only: the rows to look at, of all tables end to end; all by default.
 
     Returns:
         A constant and tables that together cost the same as before for every assignment within the budget, or None
@@ -70,6 +76,8 @@ def sweep(
         constant = sum(int(table.costs.min(initial=DEAD)) for table in flat.factors)
         return Swept(constant, [], {}, {}) if constant <= budget else None
     work = _Work(flat)
+    if only is not None:
+        work.costs[~only] = DEAD
     constant = work.run(budget, rounds, deadline)
     return None if constant < 0 else work.result(constant, budget)
 
@@ -82,11 +90,9 @@ class Prepared:
         sizes: values per variable.
     """
 
-    def __init__(self, factors: Sequence[Factor], sizes: Sequence[int]) -> None:
+    def __init__(self, factors: Sequence[Factor], sizes: Sequence[int] | Ints) -> None:
         self.factors = factors
         self.order = order = sorted({v for table in factors for v in table.scope})
-        if not order:
-            return
         rank = {v: i for i, v in enumerate(order)}
         self.scope = np.array([rank[v] for table in factors for v in table.scope], dtype=np.int64)
         self.arity = np.array([len(table.scope) for table in factors], dtype=np.int64)
@@ -94,8 +100,9 @@ class Prepared:
         self.row_first = _starts(rows)
         self.value_first = _starts(rows * self.arity)
         self.scope_first = _starts(self.arity)
-        self.values = np.concatenate([table.rows.ravel() for table in factors])
-        self.costs = np.concatenate([table.costs for table in factors])
+        nothing = np.empty(0, dtype=np.int64)
+        self.values = np.concatenate([nothing, *(table.rows.ravel() for table in factors)])
+        self.costs = np.concatenate([nothing, *(table.costs for table in factors)])
         self.size = np.array([sizes[v] for v in order], dtype=np.int64)
         self.unary_first = _starts(self.size)
         owner = np.repeat(np.arange(len(factors)), self.arity)
@@ -107,6 +114,19 @@ class Prepared:
         np.minimum.at(self.low, owner, self.scope)
         self.high = np.full(len(factors), -1, dtype=np.int64)
         np.maximum.at(self.high, owner, self.scope)
+
+    def near(self, values: Sequence[int], share: int) -> NDArray[np.bool_]:
+        """Which rows, of all tables end to end, cost at most ``share`` or are those that all variables' values pick."""
+        own = np.array(values, dtype=np.int64)[np.array(self.order, dtype=np.int64)]
+        return _near(
+            self.values, self.costs, self.row_first, self.value_first, self.scope, self.scope_first, own, share
+        )
+
+    def left(self) -> Ints:
+        """How many values each variable of ``order`` has at most, by the tables that know it."""
+        if not self.order:
+            return self.size
+        return _left(self.values, self.row_first, self.value_first, self.arity, self.scope, self.scope_first, self.size)
 
 
 class _Work:
@@ -192,6 +212,49 @@ class _Work:
 
 def _starts(counts: Ints) -> Ints:
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _near(
+    values: Ints,
+    costs: Ints,
+    row_first: Ints,
+    value_first: Ints,
+    scope: Ints,
+    scope_first: Ints,
+    own: Ints,
+    share: int,
+) -> NDArray[np.bool_]:
+    out = costs <= share
+    for f in range(len(row_first) - 1):
+        mine = scope[scope_first[f] : scope_first[f + 1]]
+        at = value_first[f]
+        for i in range(row_first[f], row_first[f + 1]):
+            same = True
+            for k in range(len(mine)):
+                same &= values[at + k] == own[mine[k]]
+            out[i] |= same
+            at += len(mine)
+    return out
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _left(
+    values: Ints, row_first: Ints, value_first: Ints, arity: Ints, scope: Ints, scope_first: Ints, size: Ints
+) -> Ints:
+    out = size.copy()
+    seen = np.full(size.max(), -1, dtype=np.int64)
+    for f in range(len(arity)):
+        for k in range(arity[f]):
+            v = scope[scope_first[f] + k]
+            count = 0
+            for i in range(row_first[f], row_first[f + 1]):
+                x = values[value_first[f] + (i - row_first[f]) * arity[f] + k]
+                if seen[x] != scope_first[f] + k:
+                    seen[x] = scope_first[f] + k
+                    count += 1
+            out[v] = min(out[v], count)
+    return out
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]

@@ -16,23 +16,18 @@ kept, and the answer says that it is no proof any more.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from layoutopt import buckets
 from layoutopt.factors import Factor
 from layoutopt.interrupts import overdue
-from layoutopt.sweeps import sweep
+from layoutopt.sweeps import Prepared, sweep
 
 __all__ = ["Answer", "Condensed", "Limits", "OutOfTimeError", "condense", "eliminate"]
-
-Ints = NDArray[np.int64]
-
-_KEY_LIMIT = 1 << 62
 
 
 class OutOfTimeError(Exception):
@@ -42,12 +37,8 @@ class OutOfTimeError(Exception):
 _SWEEP_AT = 256
 """Estimated rows of the next table from which costs are swept again; grows by ``_SWEEP_GROWTH`` each time."""
 _SWEEP_GROWTH = 4
-_ATTEMPTED = 64
-"""Estimates are of the worst case: tables are joined up to so many times the rows allowed, to see."""
 _STALLED = 0.97
 """Condensing goes on while sweeps leave a smaller part of the rows than this."""
-_HOPELESS = 1 << 60
-"""Estimates beyond this are all the same."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +66,6 @@ class Answer:
     largest: int
 
 
-@dataclass(frozen=True)
-class _Step:
-    """An elimination: the best ``value`` of ``variable`` for every row that is left of its table."""
-
-    variable: int
-    scope: tuple[int, ...]
-    rows: NDArray[np.signedinteger]
-    value: NDArray[np.signedinteger]
-
-
 def eliminate(
     factors: Iterable[Factor],
     sizes: Sequence[int],
@@ -108,7 +89,7 @@ def eliminate(
     """
     work = _Elimination(list(factors), sizes, budget, limits, rounds, ranks)
     found = work.run()
-    return Answer(work.exact, work.offset if found else None, tuple(work.values) if found else (), work.largest)
+    return Answer(work.exact, work.offset if found else None, work.values, work.largest)
 
 
 @dataclass(frozen=True)
@@ -124,15 +105,11 @@ class Condensed:
     factors: list[Factor]
     constant: int
     settled: dict[int, int]
-    _steps: tuple[_Step, ...]
+    _steps: tuple[Any, ...] = ()
 
     def complete(self, values: Sequence[int]) -> tuple[int, ...]:
         """All values, from those of the variables that are left."""
-        out = list(values)
-        for v, value in self.settled.items():
-            out[v] = value
-        _read_back(self._steps, out)
-        return tuple(out)
+        return _completed(values, self.settled, self._steps)
 
 
 def condense(
@@ -156,19 +133,20 @@ def condense(
     work = _Elimination(list(factors), sizes, budget, limits, rounds)
     if not work.condense():
         return None
-    return Condensed(list(work.factors.values()), work.offset, work.settled, tuple(work.steps))
+    return Condensed(work.factors(), work.offset, work.settled, work.steps)
 
 
-def _read_back(steps: Sequence[_Step], values: list[int]) -> None:
-    """Fill in what was eliminated, last first."""
-    for step in reversed(steps):
-        picked = np.array([values[u] for u in step.scope], dtype=np.int64)
-        at = int(np.flatnonzero((step.rows == picked).all(axis=1))[0])
-        values[step.variable] = int(step.value[at])
+def _completed(values: Sequence[int], settled: Mapping[int, int], steps: tuple[Any, ...]) -> tuple[int, ...]:
+    out = np.array(values, dtype=np.int64)
+    for v, value in settled.items():
+        out[v] = value
+    if steps:
+        buckets.read_back(*steps, out)
+    return tuple(out.tolist())
 
 
 class _Elimination:
-    """The tables that are left, by number, and the eliminations so far."""
+    """The tables that are left and the eliminations so far."""
 
     def __init__(
         self,
@@ -179,227 +157,114 @@ class _Elimination:
         rounds: int,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self.ranks = ranks or [0] * len(sizes)
-        self.sizes, self.budget, self.limits, self.rounds = list(sizes), budget, limits, rounds
-        self.counts = list(sizes)
-        # What is kept of every elimination until the end, as small as it can be.
-        self.kind = np.int16 if max(self.sizes, default=0) < 1 << 15 else np.int64
-        self.offset = 0
-        self.largest = 0
-        self.exact = True
-        self.values = [0] * len(sizes)
-        self.initial = factors
-        self.steps: list[_Step] = []
+        self.sizes = np.array(sizes, dtype=np.int64)
+        self.ranks = np.array(ranks or [0] * len(sizes), dtype=np.int64)
+        self.budget, self.limits, self.rounds = budget, limits, rounds
+        self.counters = np.array([0, 0, 1], dtype=np.int64)
+        self.values: tuple[int, ...] = ()
         self.settled: dict[int, int] = {}
-        self.next = 0
-        self.sweep_at = _SWEEP_AT
-        self._forget()
+        self.steps = buckets.steps()
+        self.sweep_at = _SWEEP_AT if rounds else 0
+        self.fine = self._take(factors)
 
-    def _forget(self) -> None:
-        self.factors: dict[int, Factor] = {}
-        self.around: list[set[int]] = [set() for _ in self.sizes]
+    @property
+    def offset(self) -> int:
+        """What is paid beside the tables."""
+        return int(self.counters[buckets.OFFSET])
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest table so far."""
+        return int(self.counters[buckets.LARGEST])
+
+    @property
+    def exact(self) -> bool:
+        """Whether no rows were lost."""
+        return bool(self.counters[buckets.EXACT])
+
+    def _take(self, factors: Sequence[Factor]) -> bool:
+        """These tables from now on; False where nothing is within the budget."""
+        flat = Prepared(factors, self.sizes)
+        own = np.array(flat.order, dtype=np.int64)
+        *self.tables, fine = buckets.unpack(
+            len(self.sizes),
+            self.counters,
+            flat.values,
+            flat.costs,
+            flat.row_first,
+            flat.value_first,
+            own[flat.scope],
+            flat.scope_first,
+        )
+        self.counts = self.sizes.copy()
+        self.counts[own] = flat.left()
+        return bool(fine) and self.offset <= self.budget
+
+    def factors(self) -> list[Factor]:
+        """The tables that are left."""
+        scope, arity, values, costs = buckets.pack(*self.tables[:3])
+        out, s, v, c = [], 0, 0, 0
+        for width, length in zip(arity.tolist(), map(len, self.tables[2]), strict=True):
+            if width:
+                rows = values[v : v + width * length].reshape(length, width)
+                out.append(Factor(tuple(scope[s : s + width].tolist()), rows, costs[c : c + length]))
+            s, v, c = s + width, v + width * length, c + length
+        return out
 
     def run(self) -> bool:
         """Eliminate everything, then read the values off in reverse; False where nothing is within the budget."""
-        if not all(self._add(table) for table in self.initial):
-            return False
-        heap = self._heap()
-        while heap:
-            estimate, v = heapq.heappop(heap)
-            if not self.around[v]:
-                continue
-            now = self._when(v)
-            if now != estimate:
-                heapq.heappush(heap, (now, v))
-                continue
-            if self.rounds and now[1] > self.sweep_at:
-                self.sweep_at *= _SWEEP_GROWTH
-                if not self._sweep():
-                    return False
-                heap = self._heap()
-                continue
-            touched = self._eliminate(v)
-            if touched is None:
+        while self.fine:
+            said = self._advance(truncate=True)
+            if said == buckets.NOTHING:
                 return False
-            for u in touched:
-                if self.around[u]:
-                    heapq.heappush(heap, (self._when(u), u))
-        _read_back(self.steps, self.values)
-        return True
+            if said == buckets.DONE:
+                self.values = _completed([0] * len(self.sizes), self.settled, self.steps)
+                return True
+            self.sweep_at *= _SWEEP_GROWTH
+            self.fine = self._sweep()
+        return False
 
     def condense(self) -> bool:
         """Eliminate what keeps tables small until no more does; False where nothing is within the budget."""
-        if not all(self._add(table) for table in self.initial):
-            return False
-        while True:
-            done, rows = len(self.steps), self._rows()
-            if not self._eliminate_small() or not self._sweep():
+        while self.fine:
+            done, rows = len(self.steps[0]), self._rows()
+            if self._advance(truncate=False) == buckets.NOTHING or not self._sweep():
                 return False
-            if len(self.steps) == done and self._rows() >= _STALLED * rows:
+            if len(self.steps[0]) == done and self._rows() >= _STALLED * rows:
                 return True
+        return False
+
+    def _advance(self, *, truncate: bool) -> int:
+        barred = np.full(len(self.sizes), -1, dtype=np.int64)
+        while True:
+            if overdue(self.limits.deadline):
+                raise OutOfTimeError
+            said = int(
+                buckets.advance(
+                    *self.tables,
+                    self.counters,
+                    self.sizes,
+                    self.counts,
+                    self.ranks,
+                    barred,
+                    self.budget,
+                    self.limits.rows,
+                    truncate,
+                    self.sweep_at if truncate else 0,
+                    *self.steps,
+                )
+            )
+            if said != buckets.PAUSE:
+                return said
 
     def _rows(self) -> int:
-        return sum(len(table.costs) for table in self.factors.values())
-
-    def _eliminate_small(self) -> bool:
-        heap = self._heap()
-        barred: dict[int, set[int]] = {}
-        while heap:
-            estimate, v = heapq.heappop(heap)
-            if not self.around[v] or barred.get(v) == self.around[v]:
-                continue
-            now = self._when(v)
-            if now != estimate:
-                heapq.heappush(heap, (now, v))
-                continue
-            if now[1] > _ATTEMPTED * self.limits.rows:
-                break
-            barred[v] = set(self.around[v])
-            touched = self._eliminate(v, False)
-            if touched is None:
-                return False
-            for u in touched:
-                if self.around[u]:
-                    heapq.heappush(heap, (self._when(u), u))
-        return True
-
-    def _count(self) -> None:
-        """How many values each variable has left, by the tables that know it."""
-        for table in self.factors.values():
-            for k, v in enumerate(table.scope):
-                self.counts[v] = min(self.counts[v], int(np.count_nonzero(np.bincount(table.rows[:, k]))))
-
-    def _heap(self) -> list[tuple[tuple[int, int], int]]:
-        self._count()
-        heap = [(self._when(v), v) for v in range(len(self.sizes)) if self.around[v]]
-        heapq.heapify(heap)
-        return heap
-
-    def _when(self, v: int) -> tuple[int, int]:
-        return self.ranks[v], self._estimate(v)
+        return sum(map(len, self.tables[2]))
 
     def _sweep(self) -> bool:
         """Move costs, settle variables; False where nothing is left within the budget."""
-        swept = sweep(list(self.factors.values()), self.sizes, self.budget - self.offset, self.rounds)
+        swept = sweep(self.factors(), self.sizes.tolist(), self.budget - self.offset, self.rounds)
         if swept is None:
             return False
-        self.offset += swept.constant
-        for v, value in swept.settled.items():
-            self.values[v] = self.settled[v] = value
-        self._forget()
-        return all(self._add(table) for table in swept.factors)
-
-    def _add(self, table: Factor) -> bool:
-        """Take in a table, its least cost moved to the offset; False where nothing is left within the budget."""
-        if not len(table.costs):
-            return False
-        least = int(table.costs.min())
-        if least:
-            self.offset += least
-            table = Factor(table.scope, table.rows, table.costs - least)
-        if self.offset > self.budget:
-            return False
-        self.largest = max(self.largest, len(table.costs))
-        for v in table.scope:
-            self.around[v].add(self.next)
-        if table.scope:
-            self.factors[self.next] = table
-            self.next += 1
-        return True
-
-    def _estimate(self, v: int) -> int:
-        """Rows of the table that eliminating ``v`` would make, at most, and never more than ``_HOPELESS``."""
-        by_rows, by_values, seen = 1, 1, set[int]()
-        for f in self.around[v]:
-            by_rows = min(by_rows * len(self.factors[f].costs), _HOPELESS)
-            if by_values < _HOPELESS:
-                for u in self.factors[f].scope:
-                    if u not in seen:
-                        seen.add(u)
-                        by_values *= self.counts[u]
-            elif by_rows == _HOPELESS:
-                break
-        return min(by_rows, by_values, _HOPELESS)
-
-    def _eliminate(self, v: int, truncate: bool = True) -> set[int] | None:
-        """The variables around ``v``, empty where that is not eliminated; None where nothing is within the budget."""
-        if overdue(self.limits.deadline):
-            raise OutOfTimeError
-        ids = sorted(self.around[v], key=lambda f: (len(self.factors[f].costs), f))
-        made = self._project(v, [self.factors[f] for f in ids], truncate)
-        if made is None:
-            return set()
-        for f in ids:
-            for u in self.factors.pop(f).scope:
-                self.around[u].discard(f)
-        step, table = made
-        self.steps.append(step)
-        return set(step.scope) if self._add(table) else None
-
-    def _project(self, v: int, tables: list[Factor], truncate: bool) -> tuple[_Step, Factor] | None:
-        """The tables around ``v`` as one without it; None where that is too large."""
-        old = sum(len(table.costs) * len(table.scope) for table in tables)
-        joined = tables[0]
-        for table in tables[1:]:
-            wider = self._join(joined, table, truncate, max(old, self.limits.rows))
-            if wider is None:
-                return None
-            joined = wider
-        at = joined.scope.index(v)
-        rest = joined.scope[:at] + joined.scope[at + 1 :]
-        within = joined.costs <= self.budget - self.offset
-        rows, costs = joined.rows[within], joined.costs[within]
-        others = np.delete(rows, at, axis=1)
-        key = _keys(others, [self.sizes[u] for u in rest])
-        order = np.lexsort((rows[:, at], costs, key))
-        first = np.ones(len(order), dtype=bool)
-        first[1:] = key[order][1:] != key[order][:-1]
-        kept = order[first]
-        if not truncate and len(kept) > self.limits.rows and len(kept) * len(rest) > old:
-            return None
-        step = _Step(v, rest, others[kept].astype(self.kind), rows[kept, at].astype(self.kind))
-        return step, Factor(rest, others[kept], costs[kept])
-
-    def _join(self, a: Factor, b: Factor, truncate: bool, most: int) -> Factor | None:
-        """The pairs of rows that agree where the scopes meet, within the budget; too many: the cheapest, or None."""
-        shared = [v for v in a.scope if v in b.scope]
-        sizes = [self.sizes[v] for v in shared]
-        in_a, in_b = [a.scope.index(v) for v in shared], [b.scope.index(v) for v in shared]
-        both = _keys(np.concatenate([a.rows[:, in_a], b.rows[:, in_b]]), sizes)
-        group = np.unique(both, return_inverse=True)[1].reshape(-1)
-        left, right = group[: len(a.costs)], group[len(a.costs) :]
-        # Partners sorted by cost, so that the pairs within the budget are a run: nothing else is ever built.
-        levels, cost = np.unique(b.costs, return_inverse=True)
-        span = len(levels) + 1
-        ranks = right * span + cost.reshape(-1)
-        order = np.argsort(ranks, kind="stable")
-        ranked = ranks[order]
-        within = np.searchsorted(levels, self.budget - self.offset - a.costs, "right")
-        low = np.searchsorted(ranked, left * span, "left")
-        high = np.searchsorted(ranked, left * span + within, "left")
-        counts = high - low
-        rows = np.arange(len(left))
-        if not truncate and int(counts.sum()) > most:
-            return None
-        if truncate and int(counts.sum()) > self.limits.rows:
-            self.exact = False
-            cheapest = np.argsort(a.costs, kind="stable")
-            fitting = max(int(np.searchsorted(np.cumsum(counts[cheapest]), self.limits.rows)), 1)
-            rows = np.sort(cheapest[:fitting])
-            low, counts = low[rows], counts[rows]
-        i = np.repeat(rows, counts)
-        starts = np.cumsum(counts) - counts
-        j = order[np.arange(len(i)) - np.repeat(starts - low, counts)]
-        new = [k for k, v in enumerate(b.scope) if v not in shared]
-        rows = np.concatenate([a.rows[i], b.rows[j][:, new]], axis=1)
-        return Factor(a.scope + tuple(b.scope[k] for k in new), rows, a.costs[i] + b.costs[j])
-
-
-def _keys(rows: Ints, sizes: Sequence[int]) -> Ints:
-    """One number per row, equal for equal rows."""
-    if prod(sizes) >= _KEY_LIMIT:
-        return np.unique(rows, axis=0, return_inverse=True)[1].reshape(-1)
-    key = np.zeros(len(rows), dtype=np.int64)
-    for k, n in enumerate(sizes):
-        key = key * n + rows[:, k]
-    return key
+        self.counters[buckets.OFFSET] += swept.constant
+        self.settled |= swept.settled
+        return self._take(swept.factors)
