@@ -63,6 +63,8 @@ class CacheLevel:
         inclusion: "none"; "inclusive" of what nearer caches hold; "exclusive": holds what had to go from them.
         hashed: all bits of an address pick its set, rather than some.
         fetch_bytes: of the last cache, what a miss fetches from memory where that is more than a sector.
+        whole_bytes: of a cache in parts, each near some compute units: what all of them hold, where ``size_bytes``
+            (which costs go by) is what one has of its own; 0: ``size_bytes``.
         source: where the numbers come from.
         confidence: "high", "medium", "low" or "assumed".
     """
@@ -83,6 +85,7 @@ class CacheLevel:
     inclusion: str = "none"
     hashed: bool = False
     fetch_bytes: int = 0
+    whole_bytes: int = 0
     source: str = ""
     confidence: str = "assumed"
 
@@ -248,7 +251,7 @@ class DeviceModel:
         # Models made before there were these entries keep their hash.
         _drop_unset(content["limits"], ("image_max_buffer_texels",))
         for cache in content["caches"]:
-            _drop_usual(cache, ("fetch_on_write", "replacement", "inclusion", "hashed", "fetch_bytes"))
+            _drop_usual(cache, ("fetch_on_write", "replacement", "inclusion", "hashed", "fetch_bytes", "whole_bytes"))
         for fitted in content["constants"].values():
             _drop_unset(fitted, ("spread_90", "error_90", "corrected"))
         for taken in content["measurements"].values():

@@ -22,10 +22,10 @@ from layoutopt.rewrites import planned_graph
 from simulator.cache import Hierarchy, Level, State
 from simulator.counts import Counts, Estimate, row_width
 from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
-from simulator.trace import Walk, compile_launch, walk
+from simulator.trace import Schedule, Walk, compile_launch, walk
 from simulator.warming import latest, warm
 
-__all__ = ["CacheReport", "Caches", "Counts", "OperandCounts", "hierarchy_of", "simulate"]
+__all__ = ["CacheReport", "Caches", "Counts", "OperandCounts", "hierarchy_of", "schedule_of", "simulate"]
 
 _PAGE = 4096
 
@@ -101,7 +101,7 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
     levels = tuple(
         Level(
             c.name,
-            c.sets * c.ways * c.line_bytes,
+            max((c.whole_bytes or c.size_bytes) // (c.line_bytes * c.ways), 1) * c.ways * c.line_bytes,
             c.line_bytes,
             c.ways,
             c.shared,
@@ -130,6 +130,23 @@ def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
     return Hierarchy(levels, max(model.limits.compute_units, 1), **stated)
 
 
+def schedule_of(model: DeviceModel, items: int) -> Schedule:
+    """What runs at once on a core of a device.
+
+    Args:
+        model: states in ``resident_items`` for how many work items a compute unit has registers as a rule; where it
+            does not, one work group runs after the other.
+        items: of a work group.
+    """
+    if "resident_items" not in model.facts:
+        return Schedule()
+    return Schedule(min(max(int(model.number("resident_items")) // max(items, 1), 1), _MOST_RESIDENT), 1)
+
+
+_MOST_RESIDENT = 32
+"""Work groups that a compute unit runs at once, however small: what NVIDIA's do since 2014 (Maxwell)."""
+
+
 class Caches:
     """The caches of a device in use: launches run through them one after the other.
 
@@ -142,6 +159,7 @@ class Caches:
         self.hierarchy = hierarchy_of(model, images)
         self.wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
         self.width = row_width(len(self.hierarchy.levels))
+        self.model = model
         self._state: State = self.hierarchy.state()
         self._scratch = np.zeros(self.width - 3, dtype=np.int64)
 
@@ -178,7 +196,8 @@ class Caches:
     def _walked(self, launch: Walk, addresses: np.ndarray, operands: int, first: int, last: int) -> np.ndarray:
         counts = np.zeros((operands, self.width), dtype=np.int64)
         if last > first:
-            walk(launch, self._state, addresses, counts, first, last, self.hierarchy.cores, self.wave)
+            schedule = schedule_of(self.model, launch.items)
+            walk(launch, self._state, addresses, counts, first, last, self.hierarchy.cores, self.wave, schedule)
         return counts
 
     def skipper(self, kernel: Kernel, launch: Launch, addresses: np.ndarray) -> Skip:

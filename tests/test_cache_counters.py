@@ -1,0 +1,80 @@
+"""The simulator beside an H200's hardware counters, on kernels small enough to be walked whole."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks.cache_counters import RECORD, Counters, compared, errors, held_out, measured, ranks, spearman
+from benchmarks.counted import CASES, Counted
+from costmodel.device import load
+
+DOCUMENT = json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def case_of(row) -> Counted:
+    return Counted(row["op"], tuple(row["size"]), row["layout"], row["variant"])
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    found, left_out = compared(RECORD, "1000x384", 2.5e4)
+    assert left_out > 0
+    assert len(found) >= 15
+    return found
+
+
+def test_the_record_is_of_the_kernels_that_are_built_here():
+    limits = load(DOCUMENT["device"]).limits
+    rows = DOCUMENT["kernels"]
+    assert len(rows) >= 40
+    assert {case_of(row) for row in rows} == set(CASES)
+    for row in rows:
+        kernel = case_of(row).kernel(limits)
+        assert kernel.key == row["key"]
+        assert [list(x.global_size) for x in kernel.launches] == [x["global_size"] for x in row["launches"]]
+
+
+def test_both_halves_have_many_kernels():
+    halves = Counter(held_out(case) for case in CASES)
+    assert min(halves.values()) >= 40
+
+
+def test_requests_sectors_and_tags_are_those_that_were_counted(pairs):
+    for pair in pairs:
+        for name in ("sectors", "stores"):
+            assert abs(pair.off(name)) <= 0.002, (pair.case.label, name)
+
+
+def test_errors_are_no_larger_than_they_were(pairs):
+    off = errors(pairs)
+    assert off["l1"]["mean"] <= 0.5
+    assert off["l2"]["mean"] <= 3.0
+    assert off["read_bytes"]["mean"] <= 0.01
+
+
+def test_rates_of_counters():
+    counters = Counters(10, 20, 100, 60, 30, 24, 0, 64, 32)
+    assert counters.l1 == 60
+    assert counters.l2_lookups == pytest.approx(80)
+    assert counters.l2 == pytest.approx(100 * (1 - 6 / 40))  # ten reads were joined on the way
+    assert counters.memory_bytes == 96
+    assert (counters + counters).l1 == 60
+
+
+def test_measured_adds_up_launches():
+    row = next(row for row in DOCUMENT["kernels"] if len(row["launches"]) == 2)
+    both = measured(DOCUMENT["metrics"], row)
+    parts = [measured(DOCUMENT["metrics"], {**row, "launches": [launch]}) for launch in row["launches"]]
+    assert both == parts[0] + parts[1]
+
+
+def test_ranks_and_their_correlation():
+    assert np.array_equal(ranks([3, 1, 2, 2]), [4, 1, 2.5, 2.5])
+    assert spearman([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [30, 20, 10]) == pytest.approx(-1)
+    assert spearman([1, 2, 3], [5, 5, 5]) == 0
+    assert spearman([7, 7], [5, 5]) == 1
