@@ -22,7 +22,7 @@ from simulator import plain, policies
 from simulator.lanes import compiled
 from simulator.sets import ALLOCATE, BUFFERS, COLUMNS, EMPTY, FETCH, IMAGES, PLAIN, SERVES, UNIT, WAYS, WRITE_BACK, of
 
-__all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines", "run_ranges"]
+__all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines", "run_ranges", "unit_access"]
 
 REPLACEMENTS = ("lru", "fifo", "plru", "random")
 INCLUSIONS = ("none", "inclusive", "exclusive")
@@ -296,11 +296,14 @@ def line_access(
     levels = geometry.shape[0]
     wide = counts.shape[1] >= col + 5 * levels + 4
     tally = counts.ctypes.data + 8 * (row * counts.shape[1] + col)
-    _access(lines.ctypes.data, geometry.ctypes.data, core, address, write, way, tally, wide)
+    unit_access(lines.ctypes.data, geometry.ctypes.data, core, address, write, way, tally, wide)
 
 
 @compiled
-def _access(cells: int, table: int, core: int, address: int, write: bool, way: int, tally: int, wide: bool) -> None:
+def unit_access(
+    cells: int, table: int, core: int, address: int, write: bool, way: int, tally: int, wide: bool
+) -> None:
+    """``line_access`` by addresses, as ``simulator/lanes.py`` says; ``tally`` is where the counters are."""
     if of(table, 0, PLAIN) & (way if write else _PLAIN_LOADS):
         plain.access(cells, table, core, address, write, way, tally, wide)
     elif write or not policies.loads_again(cells, table, core, address, way, tally):
@@ -333,7 +336,7 @@ def _run(
         write = writes[i if writes.size > 1 else 0]
         length = lengths[i if lengths.size > 1 else 0]
         for unit in range(addresses[i] >> shift, ((addresses[i] + length - 1) >> shift) + 1):
-            _access(cells, table, core, unit << shift, write, way, tally, wide)
+            unit_access(cells, table, core, unit << shift, write, way, tally, wide)
 
 
 _COMMON_WAYS = ((8, 16), (12, 16), (4, 16))

@@ -26,7 +26,7 @@ from layoutopt.errors import LayoutOptError
 from layoutopt.graph import DTYPES
 from layoutopt.layout import LANES, Layout
 from simulator.cache import BUFFERS, IMAGES, State
-from simulator.walker import COORD, META, lane_parts, walk_groups
+from simulator.walker import AXIS, COORD, DEEPEST, META, PHASE, lane_parts, walk_groups
 
 __all__ = ["Schedule", "Stream", "TexelBlock", "Walk", "compile_launch", "stream", "walk"]
 
@@ -76,9 +76,9 @@ class Walk:
         groups: work groups.
         group_extents: extents of the grid's group loops, outermost first.
         item_extents: extents of its item loops.
-        phases: [phases, 6]: first loop, loops, first access, accesses, first coordinate, coordinates.
+        phases: [phases, columns of ``walker.PHASE``].
         extents: of the phases' loops, end to end.
-        meta: [accesses, columns of ``walker.META``].
+        meta: [accesses, columns of ``walker.META``]: those of a phase in the order in which they can be due.
         lists: coordinates of each access, end to end.
         coords: [coordinates, columns of ``walker.COORD``].
         terms: [terms, 4]: variable, coef, div, mod; a variable is numbered among its kind.
@@ -106,7 +106,7 @@ class Walk:
     data: np.ndarray
     executions: int
     shared: int = 0
-    memo: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
+    memo: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def items(self) -> int:
@@ -240,17 +240,18 @@ class _Compiler:
         for phase in nest.phases:
             loop, access, coord = len(extents), len(self.meta), len(self.coords)
             extents += [x.extent for x in phase.loops]
-            self._phase(phase)
-            phases.append((loop, len(phase.loops), access, len(self.meta) - access, coord, len(self.coords) - coord))
+            early, inner, late = self._phase(phase)
+            coords = len(self.coords) - coord
+            phases.append((loop, len(phase.loops), access, early, inner, late, coord, coords))
         return Walk(
             nest.groups,
             np.array([loop.extent for loop in self.groups], dtype=np.int64),
             np.array([loop.extent for loop in self.items], dtype=np.int64),
-            _rows(phases, 6),
+            _rows(phases, PHASE),
             np.array(extents, dtype=np.int64),
-            _rows(self.meta, len(META)),
+            _rows(self.meta, META),
             np.array(self.lists, dtype=np.int64),
-            _rows(self.coords, len(COORD)),
+            _rows(self.coords, COORD),
             _rows(self.terms, 4),
             np.concatenate(self.tables) if self.tables else np.zeros(1, dtype=np.int64),
             self.bases,
@@ -260,44 +261,58 @@ class _Compiler:
             nest.shared,
         )
 
-    def _phase(self, phase: Phase) -> None:
-        """One phase's accesses and, shared by them, their coordinates, innermost loops first."""
+    def _phase(self, phase: Phase) -> tuple[int, int, int]:
+        """One phase's accesses and, shared by them, their coordinates, innermost loops first.
+
+        Returns:
+            How many accesses are loads before inner loops, in the innermost loop, and stores after inner loops.
+        """
         known: dict[tuple[object, ...], int] = {}
         first, listed = len(self.coords), len(self.lists)
+        stages: tuple[list[Access], list[Access], list[Access]] = ([], [], [])
         for access in (*phase.accesses, *phase.border):
+            inner = access.depth < 0 or access.depth == len(phase.loops)
+            stages[1 if inner else 2 if access.write else 0].append(access)
+        begin = len(self.meta)
+        for access in (a for stage in stages for a in stage):
             self._access(access, phase, known)
         fresh = self.coords[first:]
-        order = sorted(range(len(fresh)), key=lambda c: -fresh[c][-1])
+        order = sorted(range(len(fresh)), key=lambda c: -fresh[c][DEEPEST])
         self.coords[first:] = [fresh[c] for c in order]
         place = {first + old: first + new for new, old in enumerate(order)}
+        place[-1] = -1
         self.lists[listed:] = [place[c] for c in self.lists[listed:]]
+        self.meta[begin:] = [(*m[:AXIS], place[m[AXIS]], *m[AXIS + 1 :]) for m in self.meta[begin:]]
+        return len(stages[0]), len(stages[1]), len(stages[2])
 
     def _access(self, access: Access, phase: Phase, known: dict[tuple[object, ...], int]) -> None:
         layout = self.layouts[access.operand]
         clamps = {c.axis: (c.most, c.plus) for c in access.clamps}
-        begin, vector = len(self.lists), access.width > 1 and layout.rank > 0
+        vector = access.width > 1 and layout.rank > 0
+        used = []
         for axis, place in enumerate(access.index):
             below = layout.padded_shape[axis] if access.past else layout.shape[axis]
             key = place, below, self.first_entry[access.operand, axis], *clamps.get(axis, (_FREE, 0))
-            self.lists.append(self._coordinate(key, phase, known))
+            used.append(self._coordinate(key, phase, known))
+        along = used[access.axis] if vector else -1
         for bound in access.when:
             if isinstance(bound.value, Index) or bound.value.operand in self.ids:
-                self.lists.append(self._bound(bound, phase, known))
-        count = len(self.lists) - begin
-        if vector:
-            for bound in access.vector_when:
-                self.lists.append(self._bound(bound, phase, known))
+                used.append(self._bound(bound, phase, known))
+        fixed = [c for c in used if self.coords[c][DEEPEST] < 0]
+        moving = [c for c in used if self.coords[c][DEEPEST] >= 0]
+        apart = [self._bound(bound, phase, known) for bound in access.vector_when] if vector else []
         part, splat = piece_of(layout, access.axis, access.width, access.write) if vector else (1, False)
         self.meta.append(
             (
                 access.operand,
                 access.width if vector else 1,
-                access.axis if vector else -1,
+                along,
                 int(access.write),
                 len(phase.loops) if access.depth < 0 else access.depth,
-                begin,
-                count,
-                len(self.lists) - begin - count,
+                len(self.lists),
+                len(fixed),
+                len(moving),
+                len(apart),
                 DTYPES[self.kernel.operand_dtype(access.operand)],
                 IMAGES if access.operand in self.launch.images else BUFFERS,
                 part,
@@ -305,6 +320,7 @@ class _Compiler:
                 int(splat),
             )
         )
+        self.lists += [*fixed, *moving, *apart]
 
     def _bound(self, bound: Bound, phase: Phase, known: dict[tuple[object, ...], int]) -> int:
         return self._coordinate((bound.value, bound.below, -1, _FREE, 0), phase, known)
@@ -422,8 +438,10 @@ def _run(
     records: np.ndarray,
 ) -> int:
     if wave not in launch.memo:
-        launch.memo[wave] = lane_parts(launch.item_extents, wave, launch.coords, launch.terms)
-    parts, agree = launch.memo[wave]
+        launch.memo[wave] = lane_parts(
+            launch.item_extents, wave, launch.coords, launch.terms, launch.meta, launch.lists
+        )
+    parts, agree, at_once = launch.memo[wave]
     return int(
         walk_groups(
             span,
@@ -442,6 +460,7 @@ def _run(
             launch.data,
             parts,
             agree,
+            at_once,
             addresses,
             lines,
             geometry,

@@ -32,9 +32,9 @@ whether it is moved whole also past the shape; whether one value stands for all.
 CONST, TERM, GROUPS, ITEMS, LOOPS, BELOW, TABLE, DATA, LENGTH, MOST, PLUS, DEEPEST = range(12)
 COORD = 12
 """Columns of a coordinate: constant; first term, and how many terms over groups, items and loops follow each other; the
-end of its axis; first entry of its table (-1: it only has to hold); first entry of the integers that it reads (-1:
-none) and how many there are; clamp and what is added to it; the innermost loop that it depends on (-1: none). Those of
-a phase follow each other, by that loop, innermost first."""
+end of its axis; first entry of its table (-1: it only has to hold; -2 - n: each is n elements further); first entry of
+the integers that it reads (-1: none) and how many there are; clamp and what is added to it; the innermost loop that it
+depends on (-1: none). Those of a phase follow each other, by that loop, innermost first."""
 
 LOOP, LOOP_COUNT, ACCESS, EARLY, INNER, LATE, COORDINATE, COORDINATES = range(8)
 PHASE = 8
@@ -73,11 +73,31 @@ def _value(x: int, coord: int, data: int) -> int:
 def _part(value: int, coord: int, tables: int) -> int:
     """What a coordinate adds to the element offset, or _OUT."""
     table = load(coord, TABLE)
-    if table < 0:
+    if table == -1:
         return 0 if value < load(coord, BELOW) and (value >= 0 or load(coord, DATA) < 0) else _OUT
     if value < 0 or value >= load(coord, BELOW):
         return _OUT
-    return load(tables, table + value)
+    return load(tables, table + value) if table >= 0 else value * (-2 - table)
+
+
+@compiled
+def _step(first: int, last: int, table: int, tables: int) -> int:
+    """Elements from one coordinate of an axis to another."""
+    if table < 0:
+        return (last - first) * (-2 - table)
+    return load(tables, table + last) - load(tables, table + first)
+
+
+@compiled
+def _put_in_order(units: int, count: int) -> None:
+    """Sort units by address; as a rule they are."""
+    for k in range(1, count):
+        unit = load(units, k)
+        i = k - 1
+        while i >= 0 and load(units, i) > unit:
+            store(units, i + 1, load(units, i))
+            i -= 1
+        store(units, i + 1, unit)
 
 
 @compiled
@@ -85,7 +105,8 @@ def lane_parts(
     item_extents: np.ndarray, wave: int, coords: np.ndarray, terms: np.ndarray, meta: np.ndarray, lists: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What the lanes contribute to each coordinate [waves, coordinates, lanes], and where all of a wave agree: in a
-    coordinate [waves, coordinates], and in all that an access depends on [waves, accesses]."""
+    coordinate [waves, coordinates], and in all that an access depends on [waves, accesses].
+    """
     n_item, items = item_extents.size, 1
     for i in range(n_item):
         items *= item_extents[i]
@@ -441,8 +462,7 @@ def walk_groups(
                                         at = min(at, load(coord, MOST) + load(coord, PLUS))
                                     if at >= load(coord, BELOW) and not past:
                                         continue
-                                    table = tables_ + 8 * load(coord, TABLE)
-                                    offset += load(table, at) - load(table, load(along, lane))
+                                    offset += _step(load(along, lane), at, load(coord, TABLE), tables_)
                                 took += each
                                 if recording:
                                     for twin in range(each):
@@ -479,6 +499,7 @@ def walk_groups(
                             store(tally, 0, load(tally, 0) + took)
                             store(tally, 1, load(tally, 1) + found)
                             store(tally, 2, load(tally, 2) + took * size * item)
+                            _put_in_order(units, found)  # sectors of a line one after the other
                             for k in range(found):
                                 address = load(units, k) << unit_shift
                                 unit_access(cells, table_, core, address, write, way, tally + 24, wide)
