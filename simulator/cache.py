@@ -300,9 +300,7 @@ def line_access(
 
 
 @compiled
-def unit_access(
-    cells: int, table: int, core: int, address: int, write: bool, way: int, tally: int, wide: bool
-) -> None:
+def unit_access(cells: int, table: int, core: int, address: int, write: bool, way: int, tally: int, wide: bool) -> None:
     """``line_access`` by addresses, as ``simulator/lanes.py`` says; ``tally`` is where the counters are."""
     if of(table, 0, PLAIN) & (way if write else _PLAIN_LOADS):
         plain.access(cells, table, core, address, write, way, tally, wide)
