@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from costmodel.device import DeviceModel
     from layoutopt.graph import TrainingGraph
     from layoutopt.plan import Plan
+    from simulator.reuse_step import StepReuse
     from simulator.simulate import CacheReport
 
 __all__ = ["simulate"]
@@ -34,13 +35,15 @@ def simulate(
     repeats: Annotated[int, typer.Option("--repeats", help="Of equal steps so many are simulated; 0: all.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Walk every access; nothing is sampled.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample.")] = 0,
+    reuse: Annotated[bool, typer.Option("--reuse", help="Reuse distances, too; one plan only.")] = False,
     pictures: Annotated[Path | None, typer.Option("--pictures", help="Folder to draw into; one plan only.")] = None,
     picture_kind: Annotated[str, typer.Option("--picture-kind", help="png or svg.")] = "png",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Run plans' addresses through the caches: hits, misses and bytes per op, operand, tensor, phase and strategy."""
     from layoutopt.stepcost import predict_step
-    from simulator.report import as_json, print_report, print_strategies, strategies_json
+    from simulator.report import as_json, print_report, print_reuse, print_strategies, strategies_json
+    from simulator.reuse_step import reuse_distances
     from simulator.simulate import simulate as run_simulation
 
     if pictures is not None:
@@ -48,8 +51,8 @@ def simulate(
 
         check_pictures(pictures, picture_kind)
     loaded, model, plans = _plans(targets, graph, device_model, device, strategies, storage, memory, time_limit, json)
-    if pictures is not None and len(plans) > 1:
-        raise LayoutOptError(f"--pictures draws one plan, not {len(plans)}: simulate them one by one")
+    if (pictures is not None or reuse) and len(plans) > 1:
+        raise LayoutOptError(f"--pictures and --reuse are of one plan, not {len(plans)}: simulate them one by one")
     reports = {}
     limit, members = (float("inf"), 0) if full else (float(max_accesses), repeats)
     for name, plan in plans.items():
@@ -64,21 +67,35 @@ def simulate(
         else:
             print_strategies(reports, predicted_s)
         return
-    (report,) = reports.values()
-    drawn = [] if pictures is None else _draw(pictures, picture_kind, report, model)
+    ((name, report),) = reports.items()
+    distances = None
+    if reuse:
+        with Progress("reuse distances", quiet=json) as bar:
+            distances = reuse_distances(loaded, plans[name], model, max_accesses=limit, seed=seed, progress=bar.count)
+    drawn = [] if pictures is None else _draw(pictures, picture_kind, report, model, distances)
     if json:
-        emit({**as_json(report), "pictures": drawn})
+        emit({**as_json(report), "reuse": distances, "pictures": drawn})
         return
     print_report(report, top)
+    if distances is not None:
+        print_reuse(distances, model, top)
     for path in drawn:
         out(f"wrote {path}")
 
 
-def _draw(folder: Path, kind: str, report: CacheReport, model: DeviceModel) -> list[str]:
+def _draw(folder: Path, kind: str, report: CacheReport, model: DeviceModel, distances: StepReuse | None) -> list[str]:
     from simulator.pictures import write_pictures
+    from simulator.report import cache_lines
 
-    wave = model.limits.simd_width
-    written = write_pictures(folder, report, kind=kind, line_bytes=model.caches[0].line_bytes, wave=wave)
+    written = write_pictures(
+        folder,
+        report,
+        kind=kind,
+        histograms={"step": distances.total} if distances else None,
+        cache_lines=cache_lines(model),
+        line_bytes=model.caches[0].line_bytes,
+        wave=model.limits.simd_width,
+    )
     return [str(path) for path in written]
 
 

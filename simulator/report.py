@@ -6,11 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from costmodel.device import DeviceModel
 from layoutopt.show import out, table
 from simulator.counts import Counts
+from simulator.reuse import bounds
+from simulator.reuse_step import StepReuse
 from simulator.simulate import CacheReport, OperandCounts
 
-__all__ = ["Source", "as_json", "print_report", "print_strategies", "ratios", "sources", "strategies_json"]
+__all__ = [
+    "Source",
+    "as_json",
+    "cache_lines",
+    "print_report",
+    "print_reuse",
+    "print_strategies",
+    "ratios",
+    "sources",
+    "strategies_json",
+]
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,41 @@ def _print_sources(report: CacheReport, top: int) -> None:
     head = [f"op, operand, layout (most {report.levels[-1]} misses)", "lines"]
     head += [f"{name} misses" for name in report.levels]
     table([*head, "memory MiB", "% of misses"], rows)
+
+
+def cache_lines(model: DeviceModel) -> dict[str, int]:
+    """Capacity of each cache in lines of the nearest one."""
+    line = model.caches[0].line_bytes
+    return {cache.name: cache.size_bytes // line for cache in model.caches if cache.size_bytes}
+
+
+def print_reuse(found: StepReuse, model: DeviceModel, top: int) -> None:
+    """Reuse distances of the step, and of the tensors that would miss the largest cache most."""
+    whole = max(found.total.accesses, 1)
+    out(
+        f"reuse distances in lines of {found.total.line_bytes} bytes; {found.walked:.1%} of the accesses walked; "
+        f"{100 * found.total.first_touches / whole:.2f}% are first touches"
+    )
+    rows = []
+    for bucket, count in enumerate(found.total.counts):
+        low, high = bounds(bucket)
+        rows.append(
+            [f"{low}" if high == low + 1 else f"{low}-{high - 1}", f"{count:.4g}", f"{100 * count / whole:.2f}"]
+        )
+    table(["distance", "accesses", "%"], rows)
+    capacities = cache_lines(model)
+    worst = max(capacities.values(), default=1)
+    named = sorted(found.by_tensor.items(), key=lambda item: -item[1].misses(worst))[:top]
+    cells = [
+        [
+            name,
+            f"{own.accesses:.4g}",
+            f"{own.first_touches:.4g}",
+            *(f"{own.misses(n):.4g}" for n in capacities.values()),
+        ]
+        for name, own in (("step", found.total), *named)
+    ]
+    table(["misses of fully associative caches", "lines", "first", *(f"like {name}" for name in capacities)], cells)
 
 
 def _cells(c: Counts) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from kernels.nest import Data
 from kernels.spec import Kernel, Launch
 from layoutopt.errors import DeviceError
 from layoutopt.graph import TrainingGraph
-from layoutopt.plan import Plan
+from layoutopt.plan import ArenaSlot, Plan
 from layoutopt.rewrites import planned_graph
 from simulator.cache import Hierarchy, Level, State
 from simulator.counts import Counts, Estimate, row_width
@@ -25,7 +26,17 @@ from simulator.sampling import Sampling, chosen_members, extrapolated, planned_s
 from simulator.trace import Schedule, Walk, compile_launch, walk
 from simulator.warming import latest, warm
 
-__all__ = ["CacheReport", "Caches", "Counts", "OperandCounts", "hierarchy_of", "schedule_of", "simulate"]
+__all__ = [
+    "CacheReport",
+    "Caches",
+    "Counts",
+    "OperandCounts",
+    "arena_addresses",
+    "hierarchy_of",
+    "made_up_ids",
+    "schedule_of",
+    "simulate",
+]
 
 _PAGE = 4096
 
@@ -247,12 +258,11 @@ def simulate(
     graph = planned_graph(plan, graph)
     steps = bind(graph, plan, model.limits)
     caches = Caches(model, any(launch.images for step in steps for launch in step.kernel.launches))
-    address = {slot.name: _PAGE + slot.offset_bytes for slot in plan.arena}
     keys = _classes(steps)
     chosen = chosen_members(keys, sampling.repeats, seed)
     found: list[Estimate | None] = []
     for number, step in enumerate(steps):
-        addresses = np.array([address[slot] for slot in step.slots], dtype=np.int64)
+        addresses = arena_addresses(plan, step)
         if chosen[number]:
             found.append(_simulated(graph, step, caches, addresses, sampling, number))
         else:
@@ -273,7 +283,7 @@ def _classes(steps: Sequence[BoundStep]) -> list[tuple[str, str, str]]:
 def _simulated(
     graph: TrainingGraph, step: BoundStep, caches: Caches, addresses: np.ndarray, sampling: Sampling, number: int
 ) -> Estimate:
-    steer = _made_up_ids(graph, step, sampling.seed)
+    steer = made_up_ids(graph, step, sampling.seed)
     parts, weights = [], []
     for launch_number, launch in enumerate(step.kernel.launches):
         compiled = compile_launch(step.kernel, launch, steer)
@@ -374,7 +384,18 @@ def _operand(step: BoundStep, position: int, alike: int, counts: Counts) -> Oper
     )
 
 
-def _made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
+@lru_cache(maxsize=4)
+def _places(arena: tuple[ArenaSlot, ...]) -> dict[str, int]:
+    return {slot.name: _PAGE + slot.offset_bytes for slot in arena}
+
+
+def arena_addresses(plan: Plan, step: BoundStep) -> np.ndarray:
+    """Byte address of each operand of a step, its workspaces after them, in an arena that begins at a page."""
+    where = _places(plan.arena)
+    return np.array([where[slot] for slot in step.slots], dtype=np.int64)
+
+
+def made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
     """Values of a step's integer operands that steer accesses, by position: constants as they are, else uniform."""
     limits: dict[int, int] = {}
     launches = step.kernel.launches

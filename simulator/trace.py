@@ -125,6 +125,7 @@ class Stream:
         offset_elems: first element in the operand's storage.
         width: elements.
         write: store rather than load.
+        request: equal for what the lanes of a wave move at once.
     """
 
     group: np.ndarray
@@ -133,6 +134,7 @@ class Stream:
     offset_elems: np.ndarray
     width: np.ndarray
     write: np.ndarray
+    request: np.ndarray
 
 
 def _weights(layout: Layout) -> tuple[int, ...]:
@@ -419,8 +421,8 @@ def stream(
         needed = _run(launch, span, wave, addresses, empty[0], empty, empty, empty, records)
         if records.shape[0] < needed:
             records = np.zeros((needed, 6), dtype=np.int64)
-    group, item, operand, offset, width, write = records.T
-    return Stream(group, item, operand, offset, width, write == 1)
+    group, item, operand, offset, width, word = records.T
+    return Stream(group, item, operand, offset, width, word % 2 == 1, word // 2)
 
 
 _NOTHING = np.zeros((0, 6), dtype=np.int64)

@@ -451,6 +451,7 @@ def walk_groups(
                             found = 0
                             took = 0
                             recent = -1
+                            begun = written
                             for lane in range(shown):
                                 offset = load(offsets, lane)
                                 if offset == _OUT or (width > 1 and (load(single, lane) != 0) != one_by_one):
@@ -473,7 +474,7 @@ def walk_groups(
                                             store(record, 2, operand)
                                             store(record, 3, offset)
                                             store(record, 4, size)
-                                            store(record, 5, 1 if write else 0)
+                                            store(record, 5, 2 * begun + (1 if write else 0))
                                         written += 1
                                     continue
                                 if load(blocks_, 3 * operand) > 0:

@@ -262,11 +262,15 @@ def test_simulate_strategies_side_by_side(capsys, net: Path, tmp_path: Path) -> 
 @pytest.mark.peer
 def test_simulate_draws(capsys, net: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
-    text = run(capsys, "simulate", net, *GENERIC, "--strategies", "rowmajor", "--pictures", folder)
+    text = run(capsys, "simulate", net, *GENERIC, "--strategies", "rowmajor", "--pictures", folder, "--reuse")
     assert f"wrote {folder / 'ops.png'}" in text
-    assert {path.name for path in folder.iterdir()} >= {"ops.png", "tensors.png", "layouts.png"}
+    assert "reuse distances in lines of 64 bytes; 100.0% of the accesses walked" in text
+    assert {path.name for path in folder.iterdir()} == {"ops.png", "tensors.png", "layouts.png", "reuse.png"}
+    report = as_json(capsys, "simulate", net, *GENERIC, "--strategies", "rowmajor", "--reuse", "--full")
+    found = report["reuse"]["total"]
+    assert found["first_touches"] + sum(found["counts"]) == report["total"]["lines"]
     both = ("--strategies", "rowmajor,rtile", "--pictures", folder)
-    assert "--pictures draws one plan, not 2" in refused(capsys, "simulate", net, *GENERIC, *both)
+    assert "are of one plan, not 2" in refused(capsys, "simulate", net, *GENERIC, *both)
 
 
 @pytest.mark.peer

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from costmodel import device as device_models
+from costmodel.device import CacheLevel
+from layoutopt.models import shipped
 from simulator.cache import Hierarchy, Level, run_lines
 from simulator.reuse import Distances, Histogram, bounds
+from simulator.reuse_step import coalesced, reuse_distances
+from simulator.simulate import simulate
+from simulator.trace import Stream
+from tests.plans import naive_plan, r_tile
 
 LINE = 64
 
@@ -103,3 +112,42 @@ def test_rows_share_one_stack_and_weigh() -> None:
 def test_misses_between_powers_of_two_are_interpolated() -> None:
     found = Histogram(LINE, 10, (5, 0, 0, 8))  # eight in [4, 8)
     assert [found.misses(n) for n in (0, 1, 4, 6, 8)] == pytest.approx([23, 18, 18, 14, 10])
+
+
+class TestStep:
+    @pytest.mark.parametrize("device", ["generic-cpu", "immortalis-g925"])
+    def test_a_whole_step_against_a_cache_that_is_fully_associative(self, device: str) -> None:
+        """Walked by the simulator and written down access by access: the same lines, the same misses."""
+        lines = 256
+        cache = CacheLevel("L1", lines * LINE, LINE, lines, shared=True)
+        model = replace(device_models.load(device), caches=(cache,))
+        graph = shipped("vit-digits")
+        plan = naive_plan(graph, model.limits, r_tile)
+        found = reuse_distances(graph, plan, model, max_accesses=float("inf"))
+        report = simulate(graph, plan, model, max_accesses=float("inf"), repeats=0)
+        assert found.walked == 1.0
+        assert found.total.accesses == report.total.lines
+        assert found.total.misses(lines) == report.total.misses[0]
+        for name, counts in report.by_tensor.items():
+            assert found.by_tensor[name].misses(lines) == counts.misses[0], name
+
+    def test_long_launches_are_cut_and_count_for_the_rest(self) -> None:
+        model, graph = device_models.load("immortalis-g925"), shipped("vit-digits")
+        plan = naive_plan(graph, model.limits)
+        cut = reuse_distances(graph, plan, model, max_accesses=20_000)
+        whole = reuse_distances(graph, plan, model, max_accesses=float("inf"))
+        assert 0 < cut.walked < 0.7
+        assert cut.total.accesses == pytest.approx(whole.total.accesses, rel=0.05)
+
+    def test_lanes_of_a_request_touch_a_line_once_in_order_of_address(self) -> None:
+        def of(*records: tuple[int, int, int, int]) -> list[tuple[int, int]]:
+            operand, offset, width, request = (np.array(x) for x in zip(*records, strict=True))
+            none = np.zeros_like(operand)
+            stream = Stream(none, none, operand, offset, width, none == 1, request)
+            lines, operands = coalesced(stream, np.array([0, 1 << 20]), np.array([4, 2]), LINE)
+            return list(zip((lines - operands * (1 << 14)).tolist(), operands.tolist(), strict=True))
+
+        lanes = [(0, 8 * lane, 1, 5) for lane in (3, 0, 1, 2)]
+        assert of(*lanes) == [(0, 0), (1, 0)]
+        assert of(*lanes, *[(0, 0, 1, 6)] * 4) == [(0, 0), (1, 0), (0, 0)]
+        assert of((1, 30, 4, 0)) == [(0, 1), (1, 1)]  # halves over the end of a line
