@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 __all__ = [
     "NEVER",
@@ -62,16 +64,34 @@ class Index:
         return Index(-self.const, tuple(t._replace(coef=-t.coef) for t in self.terms))
 
 
+class Via(Protocol):
+    """A table made of integers that steer a kernel; hashable. -1 in it is nowhere.
+
+    Where the table is indexed by a loop alone, the loop is as long as the table is wide.
+    """
+
+    @property
+    def places(self) -> int:
+        """The integers are below this."""
+        ...
+
+    def table(self, integers: np.ndarray) -> np.ndarray:
+        """From the integers in order, -1 for nowhere."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """A coordinate read from integer operand ``operand`` at ``index``: gather and scatter.
 
-    ``nowhere`` is a value that stands for no place: what is accessed there does not happen.
+    ``nowhere`` is a value that stands for no place: what is accessed there does not happen. With ``via`` the coordinate
+    is not the integer itself but comes from a table made of all of them, which ``index`` then points into.
     """
 
     operand: int
     index: tuple[Index, ...]
     nowhere: int = -1
+    via: Via | None = None
 
 
 @dataclass(frozen=True, slots=True)

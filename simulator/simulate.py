@@ -399,11 +399,12 @@ def made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, n
     """Values of a step's integer operands that steer accesses, by position: constants as they are, else uniform."""
     limits: dict[int, int] = {}
     launches = step.kernel.launches
-    for launch, access in ((x, a) for x in launches for phase in x.nest.phases for a in phase.accesses):
+    for launch, access in ((x, a) for x in launches for p in x.nest.phases for a in (*p.accesses, *p.border)):
         shape = step.kernel.launch_layout(launch, access.operand).shape
         for axis, coordinate in enumerate(access.index):
             if isinstance(coordinate, Data):
-                limits[coordinate.operand] = min(limits.get(coordinate.operand, shape[axis]), shape[axis])
+                limit = shape[axis] if coordinate.via is None else coordinate.via.places
+                limits[coordinate.operand] = min(limits.get(coordinate.operand, limit), limit)
     out = {}
     for position, limit in limits.items():
         known = graph.constants.get(step.storages[position])

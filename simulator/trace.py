@@ -189,7 +189,7 @@ class _Compiler:
         self._lay_out(block)
         self.ids = {position: self._seen(position, values) for position, values in ids.items()}
         self.data: list[np.ndarray] = []
-        self.data_at: dict[tuple[int, int], tuple[int, int]] = {}
+        self.data_at: dict[tuple[object, ...], tuple[int, tuple[int, ...]]] = {}
         self.terms: list[tuple[int, ...]] = []
         self.coords: list[tuple[int, ...]] = []
         self.lists: list[int] = []
@@ -225,14 +225,32 @@ class _Compiler:
             integers = storage[view.linear_offsets()]
         return integers.reshape(-1)
 
-    def _integers(self, data: Data) -> tuple[int, int]:
-        """Where the integers lie among ``data``, nowhere being negative, and how many they are."""
-        key = data.operand, data.nowhere
+    def _integers(self, data: Data) -> tuple[int, tuple[int, ...]]:
+        """Where the integers lie among ``data``, nowhere being negative, and their shape."""
+        key = data.operand, data.nowhere, data.via
         if key not in self.data_at:
-            values = self.ids[data.operand]
-            self.data_at[key] = sum(d.size for d in self.data), values.size
-            self.data.append(np.where(values == data.nowhere, -1, values))
+            if data.operand not in self.ids:
+                raise LayoutOptError(f"{self.launch.entry}: operand {data.operand} steers it and has no values")
+            values = np.where(self.ids[data.operand] == data.nowhere, -1, self.ids[data.operand])
+            shape = self.layouts[data.operand].shape
+            if data.via is not None:
+                values = data.via.table(values)
+                shape = values.shape
+            self.data_at[key] = sum(d.size for d in self.data), shape
+            self.data.append(values.reshape(-1))
         return self.data_at[key]
+
+    def _stretch(self, phase: Phase, extents: list[int]) -> None:
+        """Loops that go along a table made of integers are as long as it is."""
+        loops = [loop.name for loop in phase.loops]
+        for access in (*phase.accesses, *phase.border):
+            for data in (*access.index, *(bound.value for bound in access.when)):
+                if isinstance(data, Data) and data.via is not None:
+                    _, shape = self._integers(data)
+                    for place, n in zip(data.index, shape, strict=True):
+                        for name in (t.loop for t in place.terms if len(place.terms) == 1 and t.coef == 1):
+                            if name in loops:
+                                extents[loops.index(name) - len(loops)] = n
 
     def walk(self) -> Walk:
         """The arrays of all phases, end to end."""
@@ -242,6 +260,7 @@ class _Compiler:
         for phase in nest.phases:
             loop, access, coord = len(extents), len(self.meta), len(self.coords)
             extents += [x.extent for x in phase.loops]
+            self._stretch(phase, extents)
             early, inner, late = self._phase(phase)
             coords = len(self.coords) - coord
             phases.append((loop, len(phase.loops), access, early, inner, late, coord, coords))
@@ -333,8 +352,9 @@ class _Compiler:
         place, below, table, most, plus = key
         source, length = -1, 0
         if isinstance(place, Data):
-            source, length = self._integers(place)
-            place = _flat_index(place, self.layouts[place.operand].shape)
+            source, shape = self._integers(place)
+            length = prod(shape)
+            place = _flat_index(place, shape)
         assert isinstance(place, Index)
         first = len(self.terms)
         counts = []

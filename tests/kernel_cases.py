@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.nest import Access, Data, Index, Nest, Phase
+from kernels.nest import Access, Bound, Data, Index, Loop, Nest, Phase
 from kernels.reference import evaluate
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, Kernel, Launch, OpSpec, frozen_attrs
@@ -123,11 +123,11 @@ def _access_offsets(
     nest: Nest, phase: Phase, access: Access, offsets: np.ndarray, data: Mapping[int, np.ndarray]
 ) -> list[int]:
     depth = len(phase.loops) if access.depth < 0 else access.depth
-    loops = (*nest.grid, *phase.loops[:depth])
+    loops = (*nest.grid, *_stretched(phase, data)[:depth])
     out = []
     for values in product(*(range(loop.extent) for loop in loops)):
         env = {loop.name: value for loop, value in zip(loops, values, strict=True)}
-        if any(not 0 <= _happens(bound.value, env, data) < bound.below for bound in access.when):
+        if not all(_holds(bound, env, data) for bound in access.when):
             continue
         place = [_value(coordinate, env, data) for coordinate in access.index]
         for axis, most, plus in access.clamps:
@@ -139,19 +139,34 @@ def _access_offsets(
     return out
 
 
-def _happens(coordinate: Index | Data, env: Mapping[str, int], data: Mapping[int, np.ndarray]) -> int:
-    """The value of a bound: what is not read may be negative."""
-    if isinstance(coordinate, Data):
-        return _value(coordinate, env, data) if coordinate.operand in data else 0
-    return max(_value(coordinate, env, data), 0)
+def _stretched(phase: Phase, data: Mapping[int, np.ndarray]) -> list[Loop]:
+    """The loops of a phase, those along a table made of integers as long as it is."""
+    longer = {}
+    for access in (*phase.accesses, *phase.border):
+        for value in (*access.index, *(bound.value for bound in access.when)):
+            if isinstance(value, Data) and value.via is not None:
+                names = [place.terms[0].loop for place in value.index if len(place.terms) == 1]
+                longer[names[-1]] = _table(value, data).shape[-1]
+    return [Loop(loop.name, longer.get(loop.name, loop.extent), loop.kind) for loop in phase.loops]
+
+
+def _table(value: Data, data: Mapping[int, np.ndarray]) -> np.ndarray:
+    array = np.where(data[value.operand] == value.nowhere, -1, data[value.operand])
+    return array if value.via is None else value.via.table(array)
+
+
+def _holds(bound: Bound, env: Mapping[str, int], data: Mapping[int, np.ndarray]) -> bool:
+    """Whether a bound holds; one that hangs on integers that are not given does."""
+    if isinstance(bound.value, Data):
+        return bound.value.operand not in data or 0 <= _value(bound.value, env, data) < bound.below
+    return _value(bound.value, env, data) < bound.below
 
 
 def _value(coordinate: Index | Data, env: Mapping[str, int], data: Mapping[int, np.ndarray]) -> int:
     if isinstance(coordinate, Data):
-        array = data[coordinate.operand]
+        array = _table(coordinate, data)
         at = tuple(_value(x, env, data) for x in coordinate.index)
-        found = int(array[at]) if all(0 <= x < n for x, n in zip(at, array.shape, strict=True)) else -1
-        return -1 if found == coordinate.nowhere else found
+        return int(array[at]) if all(0 <= x < n for x, n in zip(at, array.shape, strict=True)) else -1
     total = coordinate.const
     for term in coordinate.terms:
         value = env[term.loop] // term.div

@@ -264,12 +264,14 @@ def gathers() -> Iterator[Case]:
 
 def scatters() -> Iterator[Case]:
     """Rows added to a table by id."""
-    for d, targets in ((37, 11), (24, 3), (16, 150)):
-        dy, ids = _normal(29, d), np.random.default_rng(1).integers(0, targets, 29).astype(np.int32)
+    for d, targets, n in ((37, 11, 29), (24, 3, 29), (16, 150, 29), (9, 5, 1100), (8, 40, 2100)):
+        dy, ids = _normal(n, d), np.random.default_rng(1).integers(0, targets, n).astype(np.int32)
         spec = make_spec("scatter_add", [dy, ids], [(targets, d)], {"padding_idx": 1})
         for name, make in MATRICES.items():
             layouts = tuple(make(s) if len(s) == 2 else Layout.row_major(s) for s in spec.shapes)
-            yield Case(f"scatter {d} to {targets} {name}", spec, layouts, [dy, ids])
+            if n > 1000 and name not in ("row-major", "r-tile 4x4"):
+                continue
+            yield Case(f"scatter {n}x{d} to {targets} {name}", spec, layouts, [dy, ids])
 
 
 def concats() -> Iterator[Case]:

@@ -15,7 +15,7 @@ from tests.stream_cases import FAMILIES, LEVELS, SIDES, Case, agreements, kernel
 
 EACH = 2
 """Kernels of a variant that are run, of all the cases that it accepts."""
-AT_LEAST: dict[str, str] = {"scatter": "nothing"}
+AT_LEAST: dict[str, str] = {}
 """Families whose streams agree less than by work item and element, and why: see docs/simulator.md."""
 
 

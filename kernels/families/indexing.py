@@ -10,11 +10,14 @@ added up apart and joined in order. Ids must lie within the table: the host chec
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from kernels.families.common import any_image
 from kernels.families.concat import fill_launch
 from kernels.families.pointwise import chunk_elems
-from kernels.nest import Access, Bound, Data, Index, Loop, Nest, Phase, Term
+from kernels.nest import NEVER, Access, Bound, Data, Index, Loop, Nest, Phase, Term, Via
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
@@ -114,6 +117,60 @@ def _lanes(d: int, width: int) -> int:
     return lanes
 
 
+@dataclass(frozen=True)
+class _Hits:
+    """[targets, most]: the rows that belong to each target, in order.
+
+    Attributes:
+        places: targets.
+        window: ids that are looked through at a time.
+        at_once: rows of a window that are read at a time; the first of them stands for those that are missing.
+    """
+
+    places: int
+    window: int
+    at_once: int = 1
+
+    def table(self, integers: np.ndarray) -> np.ndarray:
+        """See ``Via``."""
+        rows: list[list[int]] = [[] for _ in range(self.places)]
+        for first in range(0, len(integers), self.window):
+            found: dict[int, list[int]] = {}
+            for row, target in enumerate(integers[first : first + self.window], first):
+                if target >= 0:
+                    found.setdefault(int(target), []).append(row)
+            for target, own in found.items():
+                missing = -len(own) % self.at_once
+                rows[target] += own + [own[-1 - (len(own) - 1) % self.at_once]] * missing
+        return _ragged(rows)
+
+
+@dataclass(frozen=True)
+class _Again:
+    """[targets, most]: 0 for each window but the first in which a target has rows."""
+
+    places: int
+    window: int
+
+    def table(self, integers: np.ndarray) -> np.ndarray:
+        """See ``Via``."""
+        later = integers[self.window :]
+        rows: list[list[int]] = [[] for _ in range(self.places)]
+        for first in range(0, len(later), self.window):
+            for target in np.unique(later[first : first + self.window]):
+                if target >= 0:
+                    rows[target].append(0)
+        return _ragged(rows)
+
+
+def _ragged(rows: list[list[int]]) -> np.ndarray:
+    """Lists as a table, -1 behind their ends."""
+    table = np.full((len(rows), max(max(map(len, rows), default=0), 1)), -1, dtype=np.int64)
+    for own, line in zip(rows, table, strict=True):
+        line[: len(own)] = own
+    return table
+
+
 class _Builder:
     """Launches of one variant for one spec, the same over all layouts."""
 
@@ -172,7 +229,8 @@ class _Builder:
         return tuple(out)
 
     # ---- scatter_add ------------------------------------------------------------------------------------------------
-    # What is added to what depends on the ids: the nests have the n rows spread evenly over the targets, in order.
+    # What is added to what depends on the ids: for the cost model the nests have the n rows spread evenly over the
+    # targets, in order; what really happens with given ids is in ``border``, by tables of rows that belong together.
 
     @property
     def _each(self) -> int:
@@ -182,6 +240,9 @@ class _Builder:
         """Row ``h`` of those that belong to a target."""
         terms = tuple(Term(x.loop, x.coef * self._each, x.div, x.mod) for x in target.terms)
         return Access(0, (Index(target.const * self._each, (*terms, Term("h"))), column), self.width, 1)
+
+    def _hits(self, row: Index, via: Via) -> Data:
+        return Data(1, (row, Index(0, (Term("h"),))), self.padding, via)
 
     @property
     def _per_target(self) -> Loop:
@@ -193,11 +254,14 @@ class _Builder:
         row, column = Index(0, (Term("g", rows), Term("q"))), Index(0, (Term("j", width),))
         loops = (Loop("q", rows), Loop("j", -(-self.d // width)))
         grad = [Access(2, (row, column), width, 1, write=write) for write in (True, False, True)]
-        added = (grad[1], self._added(row, column), grad[2])
+        added = tuple(replace(a, when=NEVER) for a in (grad[1], self._added(row, column), grad[2]))
+        hits = self._hits(row, _Hits(self.targets, self.n))
+        exists = (Bound(hits, self.n),)
+        real = (replace(grad[1], when=exists), Access(0, (hits, column), width, 1), replace(grad[2], when=exists))
         phases = (
             Phase(loops, (grad[0],)),
             Phase((Loop("i", self.n),), (Access(1, (Index(0, (Term("i"),)),)),), 1),
-            Phase((*loops[:1], self._per_target, *loops[1:]), added, width),
+            Phase((*loops[:1], self._per_target, *loops[1:]), added, width, real),
         )
         groups = -(-self.targets // rows)
         return self._grad_launch("block", Nest((Loop("g", groups, "group"),), phases), BLOCK=rows)
@@ -205,12 +269,12 @@ class _Builder:
     def columns(self) -> Launch:
         """An item owns columns of the gradient."""
         width, block = self.width, self.variant.param("block")
-        row, ids = Index(0, (Term("i"),)), Data(1, (Index(0, (Term("i"),)),))
+        row, ids = Index(0, (Term("i"),)), Data(1, (Index(0, (Term("i"),)),), self.padding)
         column = Index(0, (Term("g", block), Term("j", width)))
         accesses = (
             Access(1, (row,), depth=1),
             Access(2, (ids, column), width, 1),
-            Access(0, (row, column), width, 1),
+            Access(0, (row, column), width, 1, when=(Bound(ids, self.targets),)),
             Access(2, (ids, column), width, 1, True),
         )
         loops = (Loop("i", self.n), Loop("j", -(-block // width)))
@@ -225,18 +289,25 @@ class _Builder:
         row = Index(0, (Term("g", block), Term("q", at_once), Term("r")))
         column = Index(0, (Term("t", width), Term("j", width * lanes)))
         windows, vectors = -(-self.n // _WINDOW), -(-self.d // width)
+        own = (Bound(Index(0, (Term("q", at_once), Term("r"))), block),)  # lanes of rows may be more than rows
         phases: tuple[Phase, ...] = (
             Phase((Loop("w", windows), Loop("p", -(-_WINDOW // items))), (Access(1, (seen,)),), 1),
             Phase(
                 (Loop("q", -(-block // at_once)), Loop("j", -(-vectors // lanes)), self._per_target),
-                (self._added(row, column), Access(2, (row, column), width, 1, True, depth=2)),
+                (
+                    replace(self._added(row, column), when=NEVER),
+                    Access(2, (row, column), width, 1, True, depth=2, when=own),
+                ),
                 width,
+                (Access(0, (self._hits(row, _Hits(self.targets, _WINDOW, 4)), column), width, 1, when=own),),
             ),
         )
         if windows > 1:  # what was found in one is added to in the next
             again = tuple(Access(2, (row, column), width, 1, write=write) for write in (False, True))
             repeats = Loop("h", min(windows - 1, self._each))
-            phases = (*phases, Phase((*phases[1].loops[:2], repeats), again))
+            later = (*own, Bound(self._hits(row, _Again(self.targets, _WINDOW)), 1))
+            stand_ins, real = ([replace(a, when=when) for a in again] for when in (NEVER, later))
+            phases = (*phases, Phase((*phases[1].loops[:2], repeats), tuple(stand_ins), 0, tuple(real)))
         groups = -(-self.targets // block)
         grid = (Loop("g", groups, "group"), Loop("r", at_once, "item"), Loop("t", lanes, "item"))
         return self._grad_launch("rows", Nest(grid, phases), BLOCK=block, LANES=lanes, ROWS_AT_ONCE=at_once)
@@ -251,10 +322,11 @@ class _Builder:
         column = Index(0, (Term("c", lanes * width), Term("t", width)))
         target = Index(0, (Term("r"), Term("k", at_once)))
         place = (target, column) if split == 1 else (Index(0, (Term("s"),)), target, column)
-        read = (Access(1, (row,)), Access(0, (row, column), width, 1))
+        some = Bound(column, self.d)
+        read = (Access(1, (row,), when=(some,)), Access(0, (row, column), width, 1, when=NEVER))
         store = Access(2 if split == 1 else 3, place, width, len(place) - 1, True)
         phases = (
-            Phase((Loop("i", chunk // at_once),), read, width),
+            Phase((Loop("i", chunk // at_once),), read, width, self._part_rows(row, column, chunk, at_once)),
             Phase((Loop("k", -(-self.targets // at_once)),), (store,), width * at_once),
         )
         grid = (
@@ -268,6 +340,25 @@ class _Builder:
             return (first,), ()
         scratch = Scratch("float32", Layout.row_major((split, self.targets, self.d)))
         return (first, self._join(split)), (scratch,)
+
+    def _part_rows(self, row: Index, column: Index, chunk: int, at_once: int) -> tuple[Access, ...]:
+        """Rows of a part are read four at a time whatever their ids; those that are left only where they have a target.
+
+        So are all rows by items whose vector passes the row's end.
+        """
+        fourth = Index(3, (Term("i", 4, 4),))
+        steps, last = chunk // at_once, Index(3 * at_once, (Term("s", chunk), Term("r"), Term("i", 4 * at_once, 4)))
+        whole, partial = Bound(column, self.d - self.width + 1), Bound(-column, self.width - self.d)
+        counted = Bound(Data(1, (row,), self.padding), self.targets)
+        in_chunk, exist = Bound(fourth, steps), Bound(last, self.n)
+        beyond_chunk, beyond = Bound(-fourth, 1 - steps), Bound(-last, 1 - self.n)
+        cases = [
+            (whole, in_chunk, exist),
+            (whole, beyond_chunk, counted),
+            (whole, in_chunk, beyond, counted),
+            (partial, counted),
+        ]
+        return tuple(Access(0, (row, column), self.width, 1, when=when) for when in cases)
 
     def _join(self, split: int) -> Launch:
         width, lanes = self.width, _lanes(self.d, self.width)
