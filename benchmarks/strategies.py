@@ -1,8 +1,8 @@
 """The solver's plan beside every other strategy on the same kernels: how far from the optimum, and how fast.
 
     python benchmarks/strategies.py [MODEL...] [--works A,B,… --graphs DIR] [--strategies ilp,bfs,…]
-                                    [--device SEL] [--device-model D] [--calibration S] [--rounds N] [--burst N]
-                                    [--predict-only] [--json OUT] [--smoke]
+                                    [--device SEL] [--device-model D] [--calibration S] [--refine N] [--rounds N]
+                                    [--burst N] [--predict-only] [--json OUT] [--smoke]
 
 MODEL is a graph file or a shipped name; ``--works A`` is DIR/A.graph, or is captured (with torch). One graph, the
 rewritten one that planning keeps, is planned by every strategy from one cost model. *Over ilp* is what a
@@ -14,7 +14,8 @@ Whole steps are measured in turn, another plan first in each round: medians, qua
 plan. A turn is ``--burst`` steps (1 on a CPU, 10 on a GPU) waited for once. Plans whose arenas do not fit into
 ``--memory`` together are measured in groups, each with the solver's. Without ``--device-model`` the device is
 calibrated for ``--calibration`` seconds a model, for the kernels of all strategies' plans; *known* is the share of a
-plan's predicted time that was measured kernel by kernel. ``--predict-only`` plans by a device model, needs no device,
+plan's predicted time that was measured kernel by kernel. ``--refine N`` then runs every strategy's plan, files what its
+kernels take within the step, and plans again, N times. ``--predict-only`` plans by a device model, needs no device,
 and measures nothing; its models are the zoo's seven by default. ``--smoke`` plans vit-digits by two strategies (and the
 solver, stopped after two seconds) and runs three untimed rounds.
 """
@@ -166,6 +167,25 @@ def calibrated(graph: TrainingGraph, runtime: Any, names: Sequence[str], seconds
     return calibrate(runtime, seconds, planned, chooser=Planner(planned, strategies=order))
 
 
+def within_steps(model: Any, graph: TrainingGraph, args: argparse.Namespace, runtime: Any) -> Any:
+    """The model with what every strategy's kernels take within the steps of its plan, as ``train --refine`` learns."""
+    from costmodel.model import CostModel
+    from kernels.execute import Executor
+    from layoutopt.refining import with_measurements, within_step
+
+    values = initial_values(graph, 0)
+    for number in range(args.refine):
+        say(f"{graph.name}: refining, round {number + 1}")
+        costs = CostModel(model)
+        found: dict[str, Any] = {}
+        for plan in assembled(assignments(graph, costs, args.strategies, args.time_limit), costs).values():
+            executor = Executor(runtime, graph, plan, dict(values))
+            found = within_step(executor, model) | found
+            executor.close()
+        model = with_measurements(model, found)
+    return model
+
+
 def study(name: str, graph: TrainingGraph, args: argparse.Namespace, runtime: Any) -> dict[str, Any]:
     """One model: planned, and measured where there is a device."""
     from costmodel.device import load
@@ -178,6 +198,8 @@ def study(name: str, graph: TrainingGraph, args: argparse.Namespace, runtime: An
     else:
         say(f"{name}: calibrating for {args.calibration:.0f} s")
         model = calibrated(graph, runtime, args.strategies, args.calibration)
+    if runtime is not None:
+        model = within_steps(model, graph, args, runtime)
     costs = CostModel(model)
     found = assignments(graph, costs, args.strategies, args.time_limit)
     plans = assembled(found, costs)
@@ -250,6 +272,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device")
     parser.add_argument("--device-model", help="a file or the name of one that ships")
     parser.add_argument("--calibration", type=float, default=110.0, help="seconds a model, without --device-model")
+    parser.add_argument(
+        "--refine", type=int, default=0, help="rounds of measuring kernels within steps before planning"
+    )
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds of the exact solver")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--burst", type=int, default=0, help="steps of a turn")
@@ -261,6 +286,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.smoke:
         args.models, args.strategies, args.rounds, args.time_limit = ["vit-digits"], "greedy,mnn-buffer", 3, 2.0
+        args.refine = 1
     args.works = [w for w in args.works.split(",") if w]
     args.strategies = [n for n in args.strategies.split(",") if n]
     if not args.models and not args.works:
