@@ -23,7 +23,7 @@ from layoutopt.rewrites import planned_graph
 from simulator.cache import Hierarchy, Level, State
 from simulator.counts import Counts, Estimate, row_width
 from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
-from simulator.trace import Schedule, Walk, compile_launch, walk
+from simulator.trace import Schedule, TexelBlock, Walk, compile_launch, walk
 from simulator.warming import latest, warm
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "made_up_ids",
     "schedule_of",
     "simulate",
+    "texel_block_of",
 ]
 
 _PAGE = 4096
@@ -152,6 +153,13 @@ def schedule_of(model: DeviceModel, items: int) -> Schedule:
     if "resident_items" not in model.facts:
         return Schedule()
     return Schedule(min(max(int(model.number("resident_items")) // max(items, 1), 1), _MOST_RESIDENT), 1)
+
+
+def texel_block_of(model: DeviceModel) -> TexelBlock:
+    """How a device stores 2-D images: in blocks where the model states ``texel_block_columns`` and ``…_rows``."""
+    if "texel_block_columns" not in model.facts:
+        return TexelBlock()
+    return TexelBlock(int(model.number("texel_block_columns")), int(model.number("texel_block_rows")))
 
 
 _MOST_RESIDENT = 32
@@ -286,7 +294,7 @@ def _simulated(
     steer = made_up_ids(graph, step, sampling.seed)
     parts, weights = [], []
     for launch_number, launch in enumerate(step.kernel.launches):
-        compiled = compile_launch(step.kernel, launch, steer)
+        compiled = compile_launch(step.kernel, launch, steer, texel_block_of(caches.model))
         lot = np.random.default_rng([sampling.seed, number, launch_number])
         skip = caches.skipper(step.kernel, launch, addresses)
         parts.append(caches.run(compiled, addresses, len(step.slots), sampling.max_accesses, lot, skip))

@@ -417,6 +417,8 @@ def walk(
             sectors.
         request_bytes: of those lines and sectors, powers of two.
     """
+    assert counts.shape[0] >= launch.bases.size, "a row of counters for each operand"
+    assert counts.shape[1] >= 5 + 2 * state.geometry.shape[0], "counters for each level"
     shifts = [size.bit_length() - 1 if requests is not None else 0 for size in request_bytes]
     span = np.array([first, last, cores, schedule.resident, schedule.turn, launch.shared, 0, *shifts], dtype=np.int64)
     counted = np.zeros((1, 3), dtype=np.int64) if requests is None else requests

@@ -1,4 +1,4 @@
-"""Address streams against instrumented runs of the same OpenCL kernels: every element that every work item touches."""
+"""Address streams against instrumented runs of the same OpenCL kernels: every access of every work item."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kernels.runtime import devices
 from kernels.source import program_source
 from kernels.spec import Kernel
 from kernels.testing import RecordedKernel
-from tests.stream_cases import FAMILIES, LEVELS, SIDES, Case, agreements, kernels_of_case
+from tests.stream_cases import FAMILIES, LEVELS, SIDES, Case, agreements, images, kernels_of_case, texel_kernels
 
 EACH = 2
 """Kernels of a variant that are run, of all the cases that it accepts."""
-AT_LEAST: dict[str, str] = {}
-"""Families whose streams agree less than by work item and element, and why: see docs/simulator.md."""
+ONLY_ELEMENTS = {"contraction": ("tile.n", "tile.m")}
+"""Variants whose vectors lie across two axes: a nest has them as several."""
 
 
 def chosen(family: str, side: str, each: int = EACH) -> list[tuple[Case, Kernel]]:
@@ -35,16 +35,33 @@ def test_streams_are_what_kernels_do(device_index: int, family: str, side: str) 
     picked = chosen(family, side)
     if not picked:
         pytest.skip(f"no kernels of {family} for a {side}")
-    least = LEVELS.index(AT_LEAST.get(family, "item"))
     for case, kernel in picked:
         recorded = RecordedKernel(devices()[device_index].handle, kernel, case.inputs)
         levels = agreements(recorded, case.inputs)
         what = [(level, launch.entry) for level, launch in zip(levels, kernel.launches, strict=True)]
+        least = LEVELS.index("item" if kernel.variant.name in ONLY_ELEMENTS.get(family, ()) else "pieces")
         assert all(LEVELS.index(level) >= least for level in levels), f"{case.name}: {kernel.variant.label}: {what}"
         exact = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in case.inputs]
         expected = evaluate(kernel.spec.kind, dict(kernel.spec.attrs), exact, kernel.spec.shapes[kernel.spec.inputs :])
         for got, wanted in zip(recorded.outputs(), expected, strict=True):
             np.testing.assert_allclose(got, np.reshape(wanted, got.shape), 1e-3, 1e-3, err_msg=kernel.variant.label)
+
+
+def test_texels_are_what_kernels_read(device_index: int) -> None:
+    """Products that read through images, which are enumerated for a GPU that is not here."""
+    info = devices()[device_index]
+    if not info.image_max_buffer_texels:
+        pytest.skip(f"{info.label} has no images over buffers")
+    seen = set()
+    for case in images():
+        for kernel in texel_kernels(case):
+            recorded = RecordedKernel(info.handle, kernel, case.inputs)
+            assert agreements(recorded, case.inputs)[0] in ("pieces", "order"), f"{case.name}: {kernel.variant.label}"
+            (log, *_), launch = recorded.accesses, kernel.launches[0]
+            assert set(log.operand[log.image]) == set(launch.images)
+            assert not set(log.operand[~log.image]) & set(launch.images)
+            seen.add(kernel.variant.name)
+    assert seen == {"outer.n.image", "outer.m.image", "staged.image"}
 
 
 def test_a_wrong_nest_is_found(device_index: int) -> None:
