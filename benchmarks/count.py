@@ -1,6 +1,6 @@
 """Hardware counters of single kernels, read with Nsight Compute on a machine with an NVIDIA GPU.
 
-    python benchmarks/count.py FILE [--only TEXT] [--smoke]
+    python benchmarks/count.py FILE [--held-out] [--only TEXT] [--smoke]
 
 Where ``ncu`` or cupy is missing, ``--smoke`` only writes the kernels' sources and says so.
 
@@ -32,7 +32,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.counted import CASES, SMOKE, Counted, ids, places
+from benchmarks.counted import CASES, HELD_OUT, SMOKE, Counted, ids, places
 from costmodel.device import load
 from kernels.source import program_source
 from kernels.spec import DeviceLimits, Kernel, Launch
@@ -268,12 +268,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--only", default="", help="part of a kernel's label")
+    parser.add_argument("--held-out", action="store_true", help="the kernels that the device model was not fitted to")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--launch", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     limits = load(MODEL).limits
-    chosen = [c for c in (SMOKE if args.smoke else CASES) if args.only in c.label]
+    listed = SMOKE if args.smoke else HELD_OUT if args.held_out else CASES
+    chosen = [c for c in listed if args.only in c.label]
     if args.launch:
         launch_all(args.launch, chosen, limits, args.first, args.first + CHUNK)
         return 0
@@ -284,7 +286,7 @@ def main() -> int:
     if args.file is None:
         parser.error("FILE is missing: where the record goes")
     check_target(args.file)
-    options = ["--smoke"] * args.smoke + ["--only", args.only]
+    options = ["--smoke"] * args.smoke + ["--held-out"] * args.held_out + ["--only", args.only]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rows = prepare(folder, chosen, limits)

@@ -22,7 +22,7 @@ from layoutopt.errors import LayoutOptError
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
 
-__all__ = ["CASES", "SMOKE", "Counted", "ids", "places"]
+__all__ = ["CASES", "HELD_OUT", "SMOKE", "Counted", "ids", "places"]
 
 Shape = tuple[int, ...]
 ALIGN_BYTES = 512
@@ -246,11 +246,42 @@ _OTHERS: tuple[tuple[tuple[str, ...], Shape, str, tuple[str, ...]], ...] = (
     (("attention",), (24, 197, 197, 64), "attention.tile(bo=64,bx=32,to=8,tx=4,chunk=0)", ("tokens", ROW, T4)),
     (("attention_grad",), (24, 197, 197, 64), "attention.tile(bo=32,bx=32,to=4,tx=4,chunk=0)", ("tokens", ROW, T4)),
 )
+_LATER: tuple[tuple[tuple[str, ...], Shape, str, tuple[str, ...]], ...] = (
+    (("Y",), (768, 768, 768), _WIDE, (ROW, T4, T16, T32)),
+    (("Y",), (1024, 384, 1536), _SLIM, (ROW, T4, T16, T32)),
+    (("dX",), (768, 768, 768), _DOT, (ROW, T4, T16, T32)),
+    (("dW",), (1000, 600, 800), _SLIM_M, (ROW, T4, T16, T32)),
+    (("Y",), (1024, 384, 1536), _BIG, (ROW, TURNED, T4, T32)),
+    (("dX",), (768, 768, 768), _SMALL, (ROW, TURNED, T16, T32)),
+    (("dW",), (1000, 600, 800), "contraction.staged(bm=64,bn=64,bk=16,tm=8,tn=4,slices=1,q=1)", (ROW, TURNED, T4, T32)),
+    (("layer_norm", "layer_norm_affine"), (4096, 768), "", _TILED),
+    (("softmax", "layer_norm_grad"), (2000, 1500), "rows.group(items=256,rows=1,v=1)", _ALL),
+    (("softmax_grad",), (12288, 128), "rows.group(items=32,rows=4,v=1)", _ALL),
+    (("bias_grad",), (6000, 500), "reduce.block(lanes=32,rows=16,split=1,v=1)", _TILED),
+    (("gelu_grad", "adamw"), (3000, 1000), "pointwise.thin(lead=0,v=1)", (ROW, T16)),
+    (("relayout",), (3000, 2000), "pointwise.thin(lead=0,v=1)", (ROW, TURNED, T4, T16, T32)),
+    (("cross_entropy",), (512, 20000), "losses.group(mean_items=128,items=256,rows=1,v=4)", _TILED),
+    (("cross_entropy_grad",), (512, 20000), "losses.group(items=256,rows=1,v=4)", _TILED),
+    (("gather",), (2048, 1024, 8000), "indexing.gather(lanes=32,rl=4,rows=1,v=4)", _TILED),
+    (("scatter_add",), (2048, 512, 5000), "indexing.rows(block=8,lanes=32,rl=4,v=4)", _TILED),
+    (("attention",), (32, 256, 256, 64), "attention.tile(bo=64,bx=32,to=4,tx=4,chunk=0)", ("tokens", ROW, T4)),
+    (("attention_grad",), (48, 200, 200, 32), "attention.tile(bo=64,bx=32,to=4,tx=4,chunk=0)", ("tokens", ROW, T4)),
+)
+_LATER_VARIANTS = {
+    "layer_norm": "rows.group(items=128,rows=1,v=4)",
+    "layer_norm_affine": "reduce.block(lanes=8,rows=64,split=1,v=4)",
+}
 
 CASES: tuple[Counted, ...] = (
     *(Counted(op, (n, n, n), x, label) for op, sizes, label, those in _PRODUCTS for n, x in product(sizes, those)),
     *(Counted(op, size, x, label) for ops, size, label, those in _OTHERS for op, x in product(ops, those)),
 )
+HELD_OUT: tuple[Counted, ...] = tuple(
+    Counted(op, size, x, label or _LATER_VARIANTS[op])
+    for ops, size, label, those in _LATER
+    for op, x in product(ops, those)
+)
+"""Counted when the device model's caches had been written down from ``CASES``: to judge it by."""
 SMOKE = (
     Counted("Y", (64, 64, 64), ROW, _SLIM),
     Counted("softmax", (1000, 384), T4, "rows.group(items=128,rows=1,v=1)"),
