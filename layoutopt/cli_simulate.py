@@ -31,7 +31,9 @@ def simulate(
     memory: Annotated[str | None, typer.Option("--memory", help="Of a graph's plans: 512MiB, …")] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 12,
-    max_accesses: Annotated[int, typer.Option("--max-accesses", min=1000, help="A launch, before sampling.")] = 200_000,
+    max_accesses: Annotated[
+        int, typer.Option("--max-accesses", min=1000, help="A launch, before sampling.")
+    ] = 2_000_000,
     repeats: Annotated[int, typer.Option("--repeats", help="Of equal steps so many are simulated; 0: all.")] = 3,
     full: Annotated[bool, typer.Option("--full", help="Walk every access; nothing is sampled.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sample.")] = 0,

@@ -48,7 +48,7 @@ def reuse_distances(
     plan: Plan,
     model: DeviceModel,
     *,
-    max_accesses: float = 400_000,
+    max_accesses: float = 2_000_000,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> StepReuse:

@@ -44,7 +44,7 @@ class Sampling:
         seed: of the places of stretches, and of made-up integer inputs.
     """
 
-    max_accesses: float = 400_000
+    max_accesses: float = 2_000_000
     repeats: int = 3
     seed: int = 0
 

@@ -24,7 +24,7 @@ from simulator.cache import Hierarchy, Level, State
 from simulator.counts import Counts, Estimate, row_width
 from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
 from simulator.trace import Schedule, TexelBlock, Walk, compile_launch, walk
-from simulator.warming import latest, warm
+from simulator.warming import Box, latest, warm
 
 __all__ = [
     "CacheReport",
@@ -223,12 +223,27 @@ class Caches:
         """What ``run`` takes to skip work groups of a launch."""
 
         def skip(first: int, last: int) -> None:
-            if last > first:
-                outer = self.hierarchy.levels[-1]
-                boxes = latest(kernel, launch, first, last, outer.size_bytes // outer.unit_bytes, outer.unit_bytes)
-                warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
+            self.skip([(kernel, launch, addresses, first, last)])
 
         return skip
+
+    def skip(self, runs: Sequence[tuple[Kernel, Launch, np.ndarray, int, int]]) -> None:
+        """Leave in the caches what work groups that are not walked would, of several launches one after the other.
+
+        Args:
+            runs: kernel, launch, byte address of each operand, first group and end of the groups.
+        """
+        outer = self.hierarchy.levels[-1]
+        capacity = outer.size_bytes // outer.line_bytes
+        found: list[tuple[np.ndarray, list[Box]]] = []
+        for kernel, launch, addresses, first, last in reversed(runs):
+            if first >= last or capacity <= 0:
+                continue  # nothing is skipped, or later launches fill the last cache
+            boxes = latest(kernel, launch, first, last, capacity, outer.line_bytes)
+            found.append((addresses, boxes))
+            capacity -= sum(box.lines for box in boxes)
+        for addresses, boxes in reversed(found):
+            warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
 
 
 Skip = Callable[[int, int], None]
@@ -239,7 +254,7 @@ def simulate(
     plan: Plan,
     model: DeviceModel,
     *,
-    max_accesses: float = 400_000,
+    max_accesses: float = 2_000_000,
     repeats: int = 3,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -269,13 +284,15 @@ def simulate(
     keys = _classes(steps)
     chosen = chosen_members(keys, sampling.repeats, seed)
     found: list[Estimate | None] = []
+    skipped: list[tuple[Kernel, Launch, np.ndarray, int, int]] = []
     for number, step in enumerate(steps):
         addresses = arena_addresses(plan, step)
         if chosen[number]:
+            caches.skip(skipped)
+            skipped = []
             found.append(_simulated(graph, step, caches, addresses, sampling, number))
         else:
-            for launch in step.kernel.launches:
-                caches.skipper(step.kernel, launch, addresses)(0, launch.nest.groups)
+            skipped += [(step.kernel, x, addresses, 0, x.nest.groups) for x in step.kernel.launches]
             found.append(None)
         if progress:
             progress(number + 1, len(steps))

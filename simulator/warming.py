@@ -19,7 +19,7 @@ from kernels.nest import Index, Loop
 from kernels.spec import Kernel, Launch
 from layoutopt.graph import DTYPES
 from layoutopt.layout import Layout
-from simulator.cache import BUFFERS, IMAGES, Hierarchy, State, run_lines
+from simulator.cache import BUFFERS, IMAGES, Hierarchy, State, run_ranges
 
 __all__ = ["Box", "box_lines", "latest", "touched", "warm"]
 
@@ -186,9 +186,11 @@ def latest(kernel: Kernel, launch: Launch, first: int, last: int, cache_lines: i
     groups = 1
     while True:
         out = touched(kernel, launch, max(last - groups, first), last, line_bytes)
-        if groups >= last - first or sum(box.lines for box in out) >= cache_lines:
+        lines = sum(box.lines for box in out)
+        if groups >= last - first or lines >= cache_lines:
             return out
-        groups *= 2
+        # As many as it should take, in steps that cannot overshoot by much.
+        groups = min(max(2 * groups, int(groups * cache_lines / max(lines, 1))), 16 * groups)
 
 
 def box_lines(box: Box, most: int) -> np.ndarray:
@@ -218,7 +220,7 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
     """
     last = hierarchy.levels[-1]
     all_lines = max(sum(box.lines for box in boxes), 1)
-    part = min(1.0, _ENOUGH * last.size_bytes / last.unit_bytes / all_lines)
+    part = min(1.0, _ENOUGH * last.size_bytes / last.line_bytes / all_lines)
     where, turn, written, image = [], [], [], []
     for box in boxes:
         own = addresses[box.operand] + box_lines(box, max(int(box.lines * part), 1))
@@ -230,6 +232,7 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
         return
     order = np.argsort(np.concatenate(turn), kind="stable")
     lines, writes, images = (np.concatenate(x)[order] for x in (where, written, image))
+    lines -= lines % last.line_bytes
     # A slice is one core's, as a work group is.
     slices = min(_SLICES, lines.size)
     for number in range(slices):
@@ -237,4 +240,4 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
         for way, own in ((BUFFERS, ~images[part_of]), (IMAGES, images[part_of])):
             if own.any():
                 core = number % hierarchy.cores
-                run_lines(state, core, lines[part_of][own], writes[part_of][own], scratch, way)
+                run_ranges(state, core, lines[part_of][own], last.line_bytes, writes[part_of][own], scratch, way)
