@@ -8,7 +8,10 @@ behind ``simulator.cache`` hands on addresses; who calls it holds the arrays.
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 from llvmlite import ir
 from numba import njit, types
@@ -16,10 +19,29 @@ from numba.extending import intrinsic
 
 __all__ = ["LANES", "compiled", "count_within", "load", "match_lanes", "push_lanes", "store"]
 
-compiled = njit(cache=True, error_model="numpy")  # no look whether a divisor is zero
+
+def _sources() -> str:
+    """A hash of this package's code."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
+
+
+_SOURCES = _sources()
+
+
+def compiled(function: F) -> F:
+    """Compile a function with numba, once for all runs, and with no look whether a divisor is zero.
+
+    numba keeps what it compiled for as long as a function's own file stays as it is. It puts functions of other files
+    into it, though, and code that has an older layout of the tables in it writes where nothing should be written. So
+    what is kept is kept under a name that says what all files were like.
+    """
+    function.__qualname__ += f"_{_SOURCES}"
+    return njit(cache=True, error_model="numpy")(function)
 
 
 LANES = 8
+F = TypeVar("F", bound=Callable[..., Any])
 _WORD = ir.IntType(64)
 _VECTOR = ir.VectorType(_WORD, LANES)
 _INDEX = ir.IntType(32)
