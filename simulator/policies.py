@@ -237,10 +237,11 @@ def _fetch(
         found, asked = _next(table, found, way), found
     else:
         size = 1 << of(table, asked, UNIT)
+        start = address & -size
         if of(table, asked, GRANULE):
             moved = _piece(cells, table, asked, core, address)
             size *= _count(moved)
-        memory(cells, table, address & -size, size, False, tally, wide)
+        memory(cells, table, start, size, False, tally, wide)
         found -= 1
     for inner in range(found, level - 1, -1):
         if not of(table, inner, SERVES) & way:

@@ -114,6 +114,7 @@ class Oracle:
         self.read = self.written = self.open_rows = self.closed_rows = 0
         self.sets: dict[tuple[int, int, int], Set] = {}
         self.rows: dict[int, int] = {}
+        self.piece = -1  # of memory, that the last access fetched whole
         self.draws = [Random64(hierarchy.seed + i) for i in range(many)]
 
     def counters(self) -> list[int]:
@@ -162,13 +163,24 @@ class Oracle:
         else:
             self.load(first, core, address, way)
 
-    def load(self, i: int, core: int, address: int, way: str) -> None:
+    def load(self, i: int, core: int, address: int, way: str, asked: bool = False) -> None:
+        """``asked``: by a nearer level rather than by the core."""
         if self.look_up(i, core, address):
+            if asked and self.levels[i].fetch_bytes:
+                self.served(i, address)
             own, _, _, line = self.at(i, core, address)
             if self.levels[i].inclusion != "exclusive":
                 own.used(line)
         else:
             self.fetch(i, core, address, way)
+
+    def served(self, i: int, address: int) -> None:
+        """A hit in a level that fetches whole pieces: none, if it belongs to the request that fetched the piece."""
+        if address // self.levels[i].fetch_bytes == self.piece:
+            self.hits[i] -= 1
+            self.misses[i] += 1
+        else:
+            self.piece = -1
 
     def look_up(self, i: int, core: int, address: int) -> bool:
         _, _, sector, line = self.at(i, core, address)
@@ -181,13 +193,26 @@ class Oracle:
     def fetch(self, i: int, core: int, address: int, way: str, dirty: bool = False) -> None:
         """Bring a unit that level ``i`` has missed there."""
         k = self.after(i, way)
+        extra = None
         if k < 0:
-            unit = self.levels[i].unit_bytes
-            self.memory(address // unit * unit, unit, False)
+            extra = self.from_memory(i, core, address)
         else:
-            self.load(k, core, address, way)
+            self.load(k, core, address, way, asked=True)
         if self.levels[i].inclusion != "exclusive":
-            self.fill(i, core, address, dirty, self.given_back(i, core, address))
+            self.fill(i, core, address, dirty, extra or self.given_back(i, core, address))
+
+    def from_memory(self, i: int, core: int, address: int) -> Line | None:
+        """A unit from memory, or the whole piece around it but for what is there."""
+        level = self.levels[i]
+        unit, start = level.unit_bytes, address // level.unit_bytes * level.unit_bytes
+        if not level.fetch_bytes:
+            self.memory(start, unit, False)
+            return None
+        self.piece = address // level.fetch_bytes
+        first = self.piece * level.fetch_bytes
+        wanted = [a for a in range(first, first + level.fetch_bytes, unit) if not self.has(i, core, a)]
+        self.memory(start, unit * len(wanted), False)
+        return Line(-1, {a % level.line_bytes // unit for a in wanted})
 
     def given_back(self, i: int, core: int, address: int) -> Line:
         """What the exclusive levels right after ``i`` have of a line, up to where the sector is; they lose it."""

@@ -93,6 +93,9 @@ def any_hierarchy(draw) -> Hierarchy:
     levels: list[Level] = []
     for number in range(draw(st.integers(1, 4))):
         levels.append(draw(any_level(number, levels[-1] if levels else None)))
+    last = levels[-1]
+    if len(levels) > 1 and last.inclusion != "exclusive":
+        levels[-1] = replace(last, fetch_bytes=draw(st.sampled_from([0, 0, last.unit_bytes, last.line_bytes])))
     banks = draw(st.sampled_from([0, 1, 3, 4]))
     try:
         return Hierarchy(tuple(levels), draw(st.integers(1, 3)), 512 if banks else 0, banks, draw(st.integers(0, 9)))
