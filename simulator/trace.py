@@ -261,9 +261,8 @@ class _Compiler:
             loop, access, coord = len(extents), len(self.meta), len(self.coords)
             extents += [x.extent for x in phase.loops]
             self._stretch(phase, extents)
-            early, inner, late = self._phase(phase)
-            coords = len(self.coords) - coord
-            phases.append((loop, len(phase.loops), access, early, inner, late, coord, coords))
+            *stages, often = self._phase(phase)
+            phases.append((loop, len(phase.loops), access, *stages, coord, len(self.coords) - coord, often))
         return Walk(
             nest.groups,
             np.array([loop.extent for loop in self.groups], dtype=np.int64),
@@ -282,11 +281,12 @@ class _Compiler:
             nest.shared,
         )
 
-    def _phase(self, phase: Phase) -> tuple[int, int, int]:
+    def _phase(self, phase: Phase) -> tuple[int, int, int, int]:
         """One phase's accesses and, shared by them, their coordinates, innermost loops first.
 
         Returns:
-            How many accesses are loads before inner loops, in the innermost loop, and stores after inner loops.
+            How many accesses are loads before inner loops, in the innermost loop, and stores after inner loops; how
+            many coordinates are needed in the innermost loop or moved by some loop.
         """
         known: dict[tuple[object, ...], int] = {}
         first, listed = len(self.coords), len(self.lists)
@@ -295,16 +295,22 @@ class _Compiler:
             inner = access.depth < 0 or access.depth == len(phase.loops)
             stages[1 if inner else 2 if access.write else 0].append(access)
         begin = len(self.meta)
-        for access in (a for stage in stages for a in stage):
-            self._access(access, phase, known)
+        spans = []
+        for stage in stages:
+            start = len(self.lists)
+            for access in stage:
+                self._access(access, phase, known)
+            spans.append((start, len(self.lists)))
         fresh = self.coords[first:]
-        order = sorted(range(len(fresh)), key=lambda c: -fresh[c][DEEPEST])
+        inside = {c - first for c in self.lists[slice(*spans[1])]}
+        often = {c for c in range(len(fresh)) if c in inside or fresh[c][DEEPEST] >= 0}
+        order = sorted(range(len(fresh)), key=lambda c: (-fresh[c][DEEPEST], c not in often))
         self.coords[first:] = [fresh[c] for c in order]
         place = {first + old: first + new for new, old in enumerate(order)}
         place[-1] = -1
         self.lists[listed:] = [place[c] for c in self.lists[listed:]]
         self.meta[begin:] = [(*m[:AXIS], place[m[AXIS]], *m[AXIS + 1 :]) for m in self.meta[begin:]]
-        return len(stages[0]), len(stages[1]), len(stages[2])
+        return len(stages[0]), len(stages[1]), len(stages[2]), len(often)
 
     def _access(self, access: Access, phase: Phase, known: dict[tuple[object, ...], int]) -> None:
         layout = self.layouts[access.operand]

@@ -36,10 +36,11 @@ end of its axis; first entry of its table (-1: it only has to hold; -2 - n: each
 the integers that it reads (-1: none) and how many there are; clamp and what is added to it; the innermost loop that it
 depends on (-1: none). Those of a phase follow each other, by that loop, innermost first."""
 
-LOOP, LOOP_COUNT, ACCESS, EARLY, INNER, LATE, COORDINATE, COORDINATES = range(8)
-PHASE = 8
+LOOP, LOOP_COUNT, ACCESS, EARLY, INNER, LATE, COORDINATE, COORDINATES, OFTEN = range(9)
+PHASE = 9
 """Columns of a phase: first loop, loops; first access, how many of them are loads before inner loops, in the innermost
-loop, and stores after inner loops; first coordinate, coordinates."""
+loop, and stores after inner loops; first coordinate, coordinates, how many of these the innermost loop's accesses need
+or some loop moves."""
 
 _TERM = 4
 
@@ -280,6 +281,7 @@ def walk_groups(
             last_access = first_late + phases[phase, LATE]
             first_coord = phases[phase, COORDINATE]
             last_coord = first_coord + phases[phase, COORDINATES]
+            often_coord = first_coord + phases[phase, OFTEN]
             for c in range(first_coord, last_coord):
                 x = coords[c, CONST] + _sum(terms_, coords[c, TERM], coords[c, GROUPS], variables)
                 store(base, c, x)
@@ -299,25 +301,41 @@ def walk_groups(
                 changed = -1  # coordinates that depend on this loop, or one within, are worked out anew
                 issued = 0
                 over = False
+                ready = False  # whether what is rarely needed has been worked out
                 while True:
+                    advance = loop_count - 1
+                    while advance >= shared and load(loops, advance) == load(extents_, first_loop + advance) - 1:
+                        advance -= 1
+                    begin_access = first_access if entered < loop_count else first_inner
+                    end_access = last_access if advance < loop_count - 1 else first_late
                     # ---- coordinates --------------------------------------------------------------------------------
-                    for c in range(first_coord, last_coord):
-                        coord = coords_ + 8 * COORD * c
-                        if load(coord, DEEPEST) < changed:
-                            break
-                        first_term = load(coord, TERM) + load(coord, GROUPS) + load(coord, ITEMS)
-                        x = load(base, c) + _sum(terms_, first_term, load(coord, LOOPS), loops)
-                        if load(agree_, c):
-                            value = _value(x + load(parts_, c * wave), coord, data_)
-                            store(where, c, value)
-                            store(same, c, _part(value, coord, tables_))
-                        else:
-                            for lane in range(lanes):
-                                value = _value(x + load(parts_, c * wave + lane), coord, data_)
-                                store(own_where, c * wave + lane, value)
-                                store(own, c * wave + lane, _part(value, coord, tables_))
-                    if changed < 0:
-                        for a in range(first_access, last_access):
+                    # What only accesses outside the innermost loop need is not worked out before they are due.
+                    rarely = not ready and (begin_access < first_inner or end_access > first_late)
+                    for stage in range(2):
+                        begin_coord, end_coord = first_coord, often_coord
+                        if stage == 1:
+                            if not rarely:
+                                break
+                            begin_coord, end_coord = often_coord, last_coord
+                        for c in range(begin_coord, end_coord):
+                            coord = coords_ + 8 * COORD * c
+                            if stage == 0 and load(coord, DEEPEST) < changed:
+                                break
+                            first_term = load(coord, TERM) + load(coord, GROUPS) + load(coord, ITEMS)
+                            x = load(base, c) + _sum(terms_, first_term, load(coord, LOOPS), loops)
+                            if load(agree_, c):
+                                value = _value(x + load(parts_, c * wave), coord, data_)
+                                store(where, c, value)
+                                store(same, c, _part(value, coord, tables_))
+                            else:
+                                for lane in range(lanes):
+                                    value = _value(x + load(parts_, c * wave + lane), coord, data_)
+                                    store(own_where, c * wave + lane, value)
+                                    store(own, c * wave + lane, _part(value, coord, tables_))
+                    if changed < 0 or rarely:
+                        for a in range(first_access if rarely else first_inner, last_access if rarely else first_late):
+                            if changed >= 0 and first_inner <= a < first_late:
+                                continue
                             access = meta_ + 8 * META * a
                             begin = load(access, FIRST)
                             end = begin + load(access, FIXED)
@@ -334,12 +352,8 @@ def walk_groups(
                                     store(still, a, offset)
                                 else:
                                     store(own_still, a * wave + lane, offset)
-                    advance = loop_count - 1
-                    while advance >= shared and load(loops, advance) == load(extents_, first_loop + advance) - 1:
-                        advance -= 1
+                        ready = ready or rarely
                     # ---- accesses -----------------------------------------------------------------------------------
-                    begin_access = first_access if entered < loop_count else first_inner
-                    end_access = last_access if advance < loop_count - 1 else first_late
                     for a in range(begin_access, end_access):
                         access = meta_ + 8 * META * a
                         if a < first_inner:
