@@ -304,7 +304,7 @@ def unit_access(cells: int, table: int, core: int, address: int, write: bool, wa
     """``line_access`` by addresses, as ``simulator/lanes.py`` says; ``tally`` is where the counters are."""
     if of(table, 0, PLAIN) & (way if write else _PLAIN_LOADS):
         plain.access(cells, table, core, address, write, way, tally, wide)
-    elif write or not policies.loads_again(cells, table, core, address, way, tally):
+    elif write or not policies.load_hits(cells, table, core, address, way, tally):
         policies.access(cells, table, core, address, write, way, tally, wide)
 
 

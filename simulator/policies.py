@@ -31,6 +31,7 @@ from simulator.sets import (
     INCLUSIVE,
     LEVELS,
     LINE,
+    LRU,
     PLRU,
     POLICY,
     RECENT,
@@ -41,17 +42,22 @@ from simulator.sets import (
     WAYS,
     WRITE_BACK,
     add,
+    find,
     first_of,
     insert,
     memory,
     missed,
     of,
+    push,
     remove,
     seek,
     set_of,
     use,
     written_back,
 )
+
+UNKNOWN = -1
+"""In place of a set: whether the line is in it has to be looked up."""
 
 
 @compiled
@@ -213,12 +219,17 @@ def _fetch(
     core: int,
     address: int,
     dirty: bool,
+    absent: int,
     way: int,
     tally: int,
     wide: bool,
 ) -> None:
-    """``level`` has missed a unit: find it further out and fill all levels on the way, the outermost first."""
+    """
+    ``level`` has missed a unit: find it further out and fill all levels on the way, the outermost first. ``absent`` is
+    the line's set, if it is not there.
+    """
     levels = of(table, 0, LEVELS)
+    absent_far = UNKNOWN  # likewise of the last level that is asked
     moved = 0  # sectors that exclusive levels give back, or that come along from memory
     found, asked = _next(table, level, way), level
     while found < levels:
@@ -234,6 +245,7 @@ def _fetch(
                 found -= 1  # it keeps what it has; what an exclusive level has moves
             break
         missed(table, found, not there, tally, wide)
+        absent_far = UNKNOWN if there else first
         found, asked = _next(table, found, way), found
     else:
         size = 1 << of(table, asked, UNIT)
@@ -253,7 +265,8 @@ def _fetch(
                 moved |= load(cells, first + position) & ((1 << 2 * of(table, inner, SECTORS)) - 1)
                 remove(cells, table, inner, first, position)
         else:
-            _fill(cells, table, inner, core, address, moved, dirty and inner == level, tally, wide)
+            known = absent if inner == level else absent_far if inner == asked else UNKNOWN
+            _fill(cells, table, inner, core, address, moved, dirty and inner == level, known, tally, wide)
             moved = 0
 
 
@@ -266,27 +279,51 @@ def _fill(
     address: int,
     moved: int,
     dirty: bool,
+    absent: int,
     tally: int,
     wide: bool,
 ) -> None:
-    """Take a sector in, with those bits that an exclusive level gave back."""
+    """Take a sector in, with those bits that come along; ``absent`` is the line's set, if it is not there."""
+    line, sectors = address >> of(table, level, LINE), of(table, level, SECTORS)
     bits = _sector(table, level, address)
     if dirty:
-        bits |= bits << of(table, level, SECTORS)
-    gone = _take(cells, table, level, core, address >> of(table, level, LINE), bits | moved)
-    _release(cells, table, level, core, gone, tally, wide)
+        bits |= bits << sectors
+    bits |= moved
+    if absent == UNKNOWN:
+        gone = _take(cells, table, level, core, line, bits)
+    else:
+        gone = insert(cells, table, level, core, absent, line << 2 * sectors | bits)
+    if gone != EMPTY and (gone >> sectors & ((1 << sectors) - 1) or _minds_clean(table, level)):
+        _release(cells, table, level, core, gone, tally, wide)
 
 
 @compiled
-def loads_again(cells: int, table: int, core: int, address: int, way: int, tally: int) -> bool:
-    """Whether a load hits what stands first in its set, where that changes nothing; it is counted then."""
+def _minds_clean(table: int, level: int) -> bool:
+    """Whether something is to be done for a line without dirty sectors that has to go from a level."""
+    if of(table, level, INCLUSION) == INCLUSIVE:
+        return True
+    return level + 1 < of(table, 0, LEVELS) and of(table, level + 1, INCLUSION) == EXCLUSIVE
+
+
+@compiled
+def load_hits(cells: int, table: int, core: int, address: int, way: int, tally: int) -> bool:
+    """Whether a load hits the nearest level, where that is no PLRU; it is done then. Most accesses are like that."""
     level = _next(table, -1, way)
     if level == of(table, 0, LEVELS) or of(table, level, POLICY) == PLRU:
         return False
-    line = address >> of(table, level, LINE)
-    entry = load(cells, first_of(table, level, core, set_of(table, level, line)))
-    if entry >> 2 * of(table, level, SECTORS) != line or not entry & _sector(table, level, address):
+    line, shift = address >> of(table, level, LINE), 2 * of(table, level, SECTORS)
+    first, sector = first_of(table, level, core, set_of(table, level, line)), _sector(table, level, address)
+    entry, position = load(cells, first), 0
+    if entry >> shift != line:
+        ignore, ways = (1 << shift) - 1, of(table, level, WAYS)
+        position = find(cells, first, ways, line << shift | ignore, ignore)
+        if position == ways:
+            return False
+        entry = load(cells, first + position)
+    if not entry & sector:
         return False
+    if position and of(table, level, POLICY) == LRU:
+        push(cells, first, of(table, level, WAYS), position, entry)
     add(tally, 2 * level, 1)
     return True
 
@@ -322,10 +359,11 @@ def access(
             missed(table, level, not there, tally, wide)
             stores = of(table, level, STORES)
             if not write or stores & ALLOCATE:
+                absent = UNKNOWN if there else first
                 if not write or stores & FETCH:
-                    _fetch(cells, table, level, core, address, keeps, way, tally, wide)
+                    _fetch(cells, table, level, core, address, keeps, absent, way, tally, wide)
                 else:
-                    _fill(cells, table, level, core, address, 0, keeps, tally, wide)
+                    _fill(cells, table, level, core, address, 0, keeps, absent, tally, wide)
                 if keeps or not write:
                     return
         level = _next(table, level, way)
