@@ -11,7 +11,8 @@ after the configuration's reductions and before HiGHS, or 0 where tables closed 
 OPTIMAL must agree on the optimum, or the benchmark fails. ``--smoke`` runs one made-up instance once.
 
 ``--table`` gives a row per model and device model instead: all reductions, beside the plain integer program with as
-many seconds as ``--plain`` allows. Instances are of the graph as planning rewrites it, every alternative. *CPU s* is
+many seconds as ``--plain`` allows. Instances are of the graph as planning rewrites it, every alternative, with what
+planning ties (``layoutopt/alike.py``) and from its starts. *CPU s* is
 the processor time of a solve: on a machine that does much else besides, it says more than the time by the clock. *plain
 / this* is their ratio, behind a ">" where the plain program did not finish. ``--deep`` adds a made-up graph of so many
 equal blocks of seven ops, forward and backward, each reading the same mask.
@@ -35,6 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.recording import Record
+from layoutopt.copies import without_idle_copies
 from layoutopt.errors import LayoutOptError
 from layoutopt.exact import remaining
 from layoutopt.layout import Layout
@@ -48,11 +50,13 @@ NONE = Reductions.none()
 CONFIGURATIONS = {
     "plain HiGHS": NONE,
     "dominance": replace(NONE, dominance=True),
+    "dominance, copies": replace(NONE, dominance=True, copies=True),
     "dominance, chains": replace(NONE, dominance=True, chains=True),
     "dominance, sweeps": replace(NONE, dominance=True, sweeps=True),
     "dominance, elimination": replace(NONE, dominance=True, elimination=True),
     "sweeps, elimination": replace(NONE, sweeps=True, elimination=True),
     "all but dives": replace(Reductions(), dives=False),
+    "all but copies": replace(Reductions(), copies=False),
     "all but condensing": replace(Reductions(), condensing=False),
     "all but chains": replace(Reductions(), chains=False),
     "all": Reductions(),
@@ -75,6 +79,8 @@ def left_for_highs(problem: Problem, switches: Reductions, known: list[Assignmen
     """Booleans that the switches leave, before chains are merged."""
     domain: Domain | None = reduce(problem) if switches.dominance else consistent(problem)
     assert domain is not None
+    if switches.copies:
+        problem, domain = without_idle_copies(problem, domain)
     if switches.elimination and "highs" not in found.method:
         return 0
     if switches.sweeps and known:
@@ -86,9 +92,10 @@ def left_for_highs(problem: Problem, switches: Reductions, known: list[Assignmen
     return booleans(problem, domain) if domain else 0
 
 
-def measure(name: str, problem: Problem, limit_s: float, rounds: int, only: str) -> Iterator[dict[str, Any]]:
+def measure(
+    name: str, problem: Problem, known: list[Assignment], limit_s: float, rounds: int, only: str
+) -> Iterator[dict[str, Any]]:
     """A row per configuration."""
-    known = heuristics(problem)
     chosen = {label: switches for label, switches in CONFIGURATIONS.items() if only in label}
     runs: dict[str, list[tuple[float, Assignment]]] = {label: [] for label in chosen}
     for _ in range(rounds):
@@ -137,9 +144,10 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return out
 
 
-def compare(name: str, device: str, problem: Problem, limit_s: float, plain_s: float) -> dict[str, Any]:
-    """All reductions beside the plain program, once each."""
-    known = heuristics(problem)
+def compare(
+    name: str, device: str, problem: Problem, known: list[Assignment], limit_s: float, plain_s: float
+) -> dict[str, Any]:
+    """All reductions beside the plain program, once each, from the same starts."""
     timed = {}
     for label, switches, seconds in (("all", Reductions(), limit_s), ("plain", NONE, plain_s)):
         began, busy = time.perf_counter(), time.process_time()
@@ -255,18 +263,19 @@ def smoke_problem() -> Problem:
     return Problem(tuple(nodes), tuple(ops), {pair: draw.randint(1, 30) for pair in pairs})
 
 
-def instances(args: argparse.Namespace) -> Iterator[tuple[str, str, Problem]]:
-    """Names, device models and problems, priced as they are asked for."""
+def instances(args: argparse.Namespace) -> Iterator[tuple[str, str, Problem, list[Assignment]]]:
+    """Names, device models and problems, priced as they are asked for, and assignments to start from."""
     if args.smoke:
-        yield "smoke", "none", smoke_problem()
+        problem = smoke_problem()
+        yield "smoke", "none", problem, heuristics(problem)
         return
     if args.deep:
         problem = deep_problem(args.deep)
-        yield f"made up, {args.deep} blocks", "none", problem
+        yield f"made up, {args.deep} blocks", "none", problem, heuristics(problem)
     from costmodel.device import load
     from costmodel.model import CostModel
     from layoutopt.models import find_graph
-    from layoutopt.planner import tabulate
+    from layoutopt.planner import posed, tabulate
     from layoutopt.pricing import Pricer
     from layoutopt.rewrites import alternatives
 
@@ -275,12 +284,14 @@ def instances(args: argparse.Namespace) -> Iterator[tuple[str, str, Problem]]:
         for device in args.device_model or ["generic-cpu"]:
             costs = CostModel(load(device))
             if not args.table:
-                yield graph.name, costs.name, tabulate(graph, costs).problem
+                problem = tabulate(graph, costs).problem
+                yield graph.name, costs.name, problem, heuristics(problem)
                 continue
             pricer = Pricer(costs)
             for i, candidate in enumerate(alternatives(graph)):
                 label = graph.name + (f" ({i + 1})" if i else "")
-                yield label, costs.name, tabulate(candidate, costs, pricer=pricer).problem
+                _, ties, _, known = posed(tabulate(candidate, costs, pricer=pricer))
+                yield label, costs.name, ties, known
 
 
 def main() -> int:
@@ -306,12 +317,12 @@ def main() -> int:
         record = Record(args.json, "solver", versions=versions, time_limit_s=args.time_limit, plain_s=args.plain)
         # Compiled before the clock starts, as an installed package is after its first plan.
         solve(smoke_problem())
-        for name, device, problem in instances(args):
+        for name, device, problem, known in instances(args):
             if args.table or args.smoke:
-                rows.append(compare(name, device, problem, args.time_limit, args.plain))
+                rows.append(compare(name, device, problem, known, args.time_limit, args.plain))
                 print(f"{name} on {device}: {rows[-1]['status']}", file=sys.stderr, flush=True)
             if not args.table:
-                measured = list(measure(f"{name} on {device}", problem, args.time_limit, args.rounds, args.only))
+                measured = list(measure(f"{name} on {device}", problem, known, args.time_limit, args.rounds, args.only))
                 rows += measured
                 if not args.smoke:
                     console.print(table(measured))

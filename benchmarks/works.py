@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["BATCHES", "LR", "WORKS", "Work", "batches", "build", "capture"]
+__all__ = ["BATCHES", "LR", "WORKS", "Work", "batches", "build", "capture", "deep"]
 
 LR = 1e-2
 """Large enough that a wrong gradient shows in the next losses."""
@@ -106,6 +106,25 @@ def build(work: Work) -> Any:
     torch.manual_seed(SEED)
     module, _, _ = zoo.build(work.zoo, batch=work.batch, seq=work.seq or None, num_labels=work.labels or None)
     return module.train()
+
+
+def deep(layers: int = 205) -> tuple[Any, dict[str, Any]]:
+    """BERT-base of so many layers, for ``layoutopt capture benchmarks.works:deep``: about 10,000 ops to plan."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        num_hidden_layers=layers,
+        num_labels=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        problem_type="single_label_classification",
+    )
+    with torch.device("meta"):
+        module = BertForSequenceClassification(config)
+    ids = torch.zeros(4, 128, dtype=torch.int64)
+    mask, labels = torch.ones_like(ids), torch.zeros(4, dtype=torch.int64)
+    return module, {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids, "labels": labels}
 
 
 def capture(work: Work) -> Any:

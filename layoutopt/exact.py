@@ -34,7 +34,7 @@ _STAGES = ((40, True), (150, False))
 """Rounds of sweeps at first, and whether a dive follows: before costs are where they belong none helps."""
 _ROUNDS = 50
 """Of sweeps later on."""
-_FIRST_ROWS, _LAST_ROWS, _MOST_ROWS = 1 << 10, 1 << 14, 1 << 17
+_FIRST_ROWS, _LAST_ROWS, _MOST_ROWS = 1 << 10, 1 << 18, 1 << 18
 """Rows of a table when condensing begins and ends, and in elimination, if the caller allows as many."""
 _SMALL = 1 << 6
 """Rows with which condensing within a guess begins."""

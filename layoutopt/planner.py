@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from layoutopt import strategies
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from kernels.bind import BoundStep
     from kernels.spec import DeviceLimits, Kernel
 
-__all__ = ["EQUALLY_FAST", "STRATEGIES", "assign", "fastest", "plan", "plan_all", "tabulate", "validate"]
+__all__ = ["EQUALLY_FAST", "STRATEGIES", "assign", "fastest", "plan", "plan_all", "posed", "tabulate", "validate"]
 
 STRATEGIES = (
     *("ilp", "activation", "greedy", "ideal", "rowmajor", "rtile"),
@@ -364,22 +365,35 @@ def _exact(tables: Tables, time_limit_s: float) -> Assignment:
 
     Where time runs out, or deciding alike costs more than it saves, it may be one of those that the search starts from.
     """
-    problem, starts = tables.problem, list(_starts(tables))
-    units = tables.pricer.costs.limits.idle_units
-    ties = tied(problem, sharing(tables.graph, units))
+    problem, ties, starts, near = posed(tables)
     if ties is problem:
         return solve(problem, time_limit_s, starts)
-    near = [found for start in starts if (found := projected(ties, start)) is not None]
     try:
         found = untied(problem, solve(ties, time_limit_s, near))
     except InfeasibleError:  # not alike, or not in time: then as they come
         return solve(problem, time_limit_s, starts)
+    units = tables.pricer.costs.limits.idle_units
     best = min([found, *starts], key=lambda a: as_run_ns(tables, a, units))
     if best is found:
         return found
     # What was proven is proven of assignments that decide alike; of others, that no op takes less than its least.
     least = sum(min(choice.cost_ns for choice in op.choices) for op in problem.ops)
     return replace(best, status="FEASIBLE", bound_ns=least, seconds=found.seconds)
+
+
+def posed(tables: Tables) -> tuple[Problem, Problem, list[Assignment], list[Assignment]]:
+    """What the exact solver is asked: the problem, with what is to be decided alike tied, and where it starts.
+
+    Returns:
+        The problem as priced; with ties, or the same object where there are none; starts of the one, and the best of
+        them that has a way into the other.
+    """
+    problem, starts = tables.problem, list(_starts(tables))
+    ties = tied(problem, sharing(tables.graph, tables.pricer.costs.limits.idle_units))
+    if ties is problem:
+        return problem, ties, starts, starts
+    near = (projected(ties, start) for start in sorted(starts, key=lambda a: a.cost_ns))
+    return problem, ties, starts, list(islice((found for found in near if found is not None), 1))
 
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
