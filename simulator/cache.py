@@ -20,7 +20,21 @@ import numpy as np
 from layoutopt.errors import LayoutOptError
 from simulator import plain, policies
 from simulator.lanes import compiled
-from simulator.sets import ALLOCATE, BUFFERS, COLUMNS, EMPTY, FETCH, IMAGES, PLAIN, SERVES, UNIT, WAYS, WRITE_BACK, of
+from simulator.sets import (
+    ALLOCATE,
+    BUFFERS,
+    COLUMNS,
+    CORES,
+    EMPTY,
+    FETCH,
+    IMAGES,
+    PLAIN,
+    SERVES,
+    UNIT,
+    WAYS,
+    WRITE_BACK,
+    of,
+)
 
 __all__ = ["BUFFERS", "IMAGES", "Hierarchy", "Level", "State", "line_access", "run_lines", "run_ranges", "unit_access"]
 
@@ -285,8 +299,8 @@ def line_access(
         address: byte address, not negative.
         write: store rather than load.
         way: BUFFERS or IMAGES.
-        counts: int64, increased in ``counts[row, col : col + 2 * levels + 2]``: hits and misses per level in turn, then
-            bytes read from memory and bytes written to it. Where the array has columns for all
+        counts: int64 in one piece, increased in ``counts[row, col : col + 2 * levels + 2]``: hits and misses per level
+            in turn, then bytes read from memory and bytes written to it. Where the array has columns for all
             ``Hierarchy.counters``, these follow: memory accesses that find their row open and those that do not, then
             per level misses for want of the line rather than of a sector, sectors written back to it, and those of
             them whose line it did not have.
@@ -385,11 +399,20 @@ def run_ranges(
         way: BUFFERS or IMAGES.
 
     Raises:
-        LayoutOptError: an address is negative, a range empty, or there are not as many of one as of the other.
+        LayoutOptError: an address is negative, a range empty, there are not as many of one as of the other, there is no
+            such core, or the counters are too few.
     """
     starts = np.ascontiguousarray(starts, dtype=np.int64)
     long = np.ascontiguousarray(np.atleast_1d(lengths), dtype=np.int64)
     stores = np.ascontiguousarray(np.atleast_1d(writes), dtype=np.bool_)
+    levels, cores = state.geometry.shape[0], int(state.geometry[0, CORES])
+    if counts.dtype != np.int64 or not counts.flags.c_contiguous or counts.size < 2 * levels + 2 or counts.ndim != 1:
+        raise LayoutOptError(
+            f"counters {counts.dtype} {list(counts.shape)}: expected an int64 array in one piece, of {2 * levels + 2} "
+            "or more"
+        )
+    if not 0 <= core < cores:
+        raise LayoutOptError(f"core {core}: this hierarchy has cores 0 to {cores - 1}")
     if not starts.size:
         return
     if starts.min() < 0 or long.min() < 1 or {long.size, stores.size} - {1, starts.size}:

@@ -378,6 +378,16 @@ class TestBulk:
         with pytest.raises(LayoutOptError, match="address ranges"):
             run_ranges(run.state, 0, np.array(starts), np.array(lengths), np.array(writes), run.counts)
 
+    @pytest.mark.parametrize("counts", [np.zeros(3, np.int64), np.zeros(4), np.zeros(8, np.int64)[::2]])
+    def test_counters_that_cannot_be_written_are_refused(self, counts):
+        with pytest.raises(LayoutOptError, match="counters"):
+            run_lines(Hierarchy((FIRST,)).state(), 0, np.array([0]), False, counts)
+
+    @pytest.mark.parametrize("core", [-1, 2])
+    def test_cores_that_are_not_there_are_refused(self, core):
+        with pytest.raises(LayoutOptError, match="cores 0 to 1"):
+            run_lines(Hierarchy((FIRST,), cores=2).state(), core, np.array([0]), False, np.zeros(4, np.int64))
+
 
 FIRST = level(1, 4)
 
