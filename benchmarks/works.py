@@ -122,6 +122,9 @@ def deep(layers: int = 205) -> tuple[Any, dict[str, Any]]:
     )
     with torch.device("meta"):
         module = BertForSequenceClassification(config)
+    positions = torch.arange(config.max_position_embeddings)[None]
+    module.bert.embeddings.position_ids = positions
+    module.bert.embeddings.token_type_ids = torch.zeros_like(positions)
     ids = torch.zeros(4, 128, dtype=torch.int64)
     mask, labels = torch.ones_like(ids), torch.zeros(4, dtype=torch.int64)
     return module, {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids, "labels": labels}
