@@ -21,7 +21,7 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from costmodel.device import DeviceModel, load
 from kernels.spec import Kernel, Launch
 from layoutopt.errors import LayoutOptError
 from simulator.simulate import hierarchy_of, schedule_of
-from simulator.trace import compile_launch, walk
+from simulator.trace import Walk, compile_launch, walk
+from simulator.walker import OPERAND, WRITE
 
 RECORD = Path(__file__).parent / "records" / "cache-counters-h200.json"
 LINE_BYTES, SECTOR_BYTES = 128, 32
@@ -138,40 +139,34 @@ def _launched(
     kernel: Kernel, launch: Launch, steer: dict[int, np.ndarray], offsets: Sequence[int], model: DeviceModel
 ) -> Counters:
     hierarchy = hierarchy_of(model)
-    walked = compile_launch(kernel, launch, steer)
-    counts = np.zeros((len(offsets), 3 + hierarchy.counters), dtype=np.int64)
-    asked = np.zeros((len(offsets), 3), dtype=np.int64)
-    addresses = np.array(offsets, dtype=np.int64) + BASE_BYTES
+    walked = _stores_apart(compile_launch(kernel, launch, steer))
+    operands = walked.bases.size // 2
+    counts = np.zeros((2 * operands, 3 + hierarchy.counters), dtype=np.int64)
+    asked = np.zeros((2 * operands, 3), dtype=np.int64)
+    addresses = np.tile(np.array(offsets[:operands], dtype=np.int64) + BASE_BYTES, 2)
     schedule = schedule_of(model, launch.nest.items)
-    wave = model.limits.simd_width
-    walk(
-        walked,
-        hierarchy.state(),
-        addresses,
-        counts,
-        0,
-        walked.groups,
-        hierarchy.cores,
-        wave,
-        schedule,
-        asked,
-        (LINE_BYTES, SECTOR_BYTES),
-    )
-    written = {a.operand for phase in launch.nest.phases for a in phase.accesses if a.write}
-    loads = [p for p in range(len(offsets)) if p not in written]
-    row, total = counts[loads].sum(0), counts.sum(0)
-    last = 3 + 2 * len(hierarchy.levels)
+    groups, wave, sizes = (0, walked.groups), model.limits.simd_width, (LINE_BYTES, SECTOR_BYTES)
+    walk(walked, hierarchy.state(), addresses, counts, *groups, hierarchy.cores, wave, schedule, asked, sizes)
+    loads, total = counts[:operands].sum(0), counts.sum(0)
+    memory = 3 + 2 * len(hierarchy.levels)
     return Counters(
-        float(asked[loads, 0].sum()),
-        float(asked[loads, 1].sum()),
-        float(row[1]),
-        float(row[3]),
-        float(row[5] + row[6]),
-        float(row[5]),
-        float(counts[sorted(written), 1].sum()),
-        float(total[last]),
-        float(total[last + 1]),
+        float(asked[:operands, 0].sum()),
+        float(asked[:operands, 1].sum()),
+        float(loads[1]),
+        float(loads[3]),
+        float(loads[5] + loads[6]),
+        float(loads[5]),
+        float(counts[operands:, 1].sum()),
+        float(total[memory]),
+        float(total[memory + 1]),
     )
+
+
+def _stores_apart(walked: Walk) -> Walk:
+    """The same, its stores counted under operands of their own, behind those that are there."""
+    meta = walked.meta.copy()
+    meta[:, OPERAND] += meta[:, WRITE] * walked.bases.size
+    return replace(walked, meta=meta, bases=np.tile(walked.bases, 2), blocks=np.tile(walked.blocks, (2, 1)))
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -275,6 +270,11 @@ def error_table(title: str, pairs: Sequence[Pair]) -> Table:
     return out
 
 
+def numbers(counters: Counters) -> list[int]:
+    """In the order of the attributes."""
+    return [round(value) for value in asdict(counters).values()]
+
+
 def compared(path: Path, only: str, most: float) -> tuple[list[Pair], int]:
     """Pairs, and how many kernels were left out for their size."""
     document = json.loads(path.read_text(encoding="utf-8"))
@@ -321,10 +321,20 @@ def main() -> int:
     if left_out:
         console.print(f"{left_out} kernels of more than {args.most:g} requests were left out")
     rows = [
-        {**asdict(p.case), "held_out": p.held_out, "measured": asdict(p.measured), "simulated": asdict(p.simulated)}
+        {
+            "kernel": p.case.label,
+            "held_out": p.held_out,
+            "measured": numbers(p.measured),
+            "simulated": numbers(p.simulated),
+        }
         for p in pairs
     ]
-    found = {"errors": {k: errors(v) for k, v in halves.items()}, "spearman": orders, "left_out": left_out}
+    found = {
+        "errors": {k: errors(v) for k, v in halves.items()},
+        "spearman": orders,
+        "left_out": left_out,
+        "counters": list(Counters.__annotations__),
+    }
     record.write({**found, "cpu_s": time.process_time() - began, "kernels": rows})
     return 0
 
