@@ -2,8 +2,8 @@
 
 A :class:`Hierarchy` is the immutable description (``simulator/hierarchy.py``); ``state()`` makes the arrays that the
 compiled code updates. Level 0 is nearest to a core. A private level exists once per core, a shared level once. What a
-level may do beside the usual (LRU, write-back, write-allocate) is said in :class:`Level`, and what exactly that means in
-``simulator/policies.py``.
+level may do beside the usual (LRU, write-back, write-allocate) is said in :class:`Level`, and what that means exactly
+in ``simulator/policies.py``.
 
 A level may serve only buffers, or only what is read through images; the other accesses pass it by.
 
