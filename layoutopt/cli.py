@@ -310,6 +310,9 @@ def plan(
     memory: Memory = None,
     micro_batches: MicroBatches = None,
     time_limit: TimeLimit = 60.0,
+    costs: Annotated[
+        str, typer.Option("--costs", help="model, or simulated: a roofline over simulated cache traffic, for phones.")
+    ] = "model",
     output: Annotated[Path, typer.Option("-o", "--output", help="Plan file to write.")] = Path("plan.json"),
     pareto: Annotated[bool, typer.Option("--pareto", help="Time against memory instead of one plan.")] = False,
     picture: Annotated[Path | None, typer.Option("--picture", help="With --pareto: .svg or .png to write.")] = None,
@@ -324,6 +327,8 @@ def plan(
         raise LayoutOptError("--pareto shows all of memory against time: leave --memory out")
     if pareto and micro_batches is not None:
         raise LayoutOptError("--pareto shows the whole batch: capture with --micro-batches, or leave one of them out")
+    if pareto and costs != "model":
+        raise LayoutOptError("--pareto prices by the cost model: leave --costs out")
     if picture is not None and not pareto:
         raise LayoutOptError("--picture draws time against memory: give --pareto too")
     check_target(output)
@@ -345,6 +350,7 @@ def plan(
             progress=bar.fraction,
             storage=storage,
             micro_batches=micro_batches,
+            costs=costs,
         )
     plans.save(solved, output)
     facts = _plan_facts(solved, loaded, model)

@@ -16,8 +16,12 @@ from layoutopt.rewrites import STORAGES, check_storage, rewritten
 
 if TYPE_CHECKING:
     from costmodel.device import DeviceModel
+    from costmodel.model import CostModel
 
-__all__ = ["capture_model", "check_request", "memory_bytes", "solve_all", "solve_plan"]
+__all__ = ["COSTS", "capture_model", "check_request", "costs_of", "memory_bytes", "solve_all", "solve_plan"]
+
+COSTS = ("model", "simulated")
+"""Where prices of kernels come from: measurements, fits and rooflines; or a roofline over simulated cache traffic."""
 
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -123,6 +127,28 @@ def check_request(
         )
 
 
+def costs_of(model: DeviceModel, costs: str = "model") -> CostModel:
+    """What prices kernels on a device.
+
+    Args:
+        model: of the device.
+        costs: one of ``COSTS``.
+
+    Raises:
+        LayoutOptError: it is none of them.
+        DeviceError: simulated costs of a calibrated device, or of one whose caches nobody stated.
+    """
+    if costs == "simulated":
+        from simulator.costs import SimulatedCosts
+
+        return SimulatedCosts(model)
+    if costs != "model":
+        raise LayoutOptError(f"unknown costs {costs!r}: choose {' or '.join(COSTS)}")
+    from costmodel.model import CostModel
+
+    return CostModel(model)
+
+
 def solve_plan(
     graph: TrainingGraph,
     model: DeviceModel,
@@ -133,8 +159,9 @@ def solve_plan(
     progress: Callable[[str, float], None] | None = None,
     storage: str = "fp32",
     micro_batches: int | None = None,
+    costs: str = "model",
 ) -> Plan:
-    """One validated plan; ``micro_batches`` as ``planner.plan`` takes them."""
+    """One validated plan; ``micro_batches`` as ``planner.plan`` takes them, ``costs`` as ``costs_of`` does."""
     plans = solve_all(
         graph,
         model,
@@ -144,6 +171,7 @@ def solve_plan(
         progress=progress,
         storage=storage,
         micro_batches=micro_batches,
+        costs=costs,
     )
     return plans[strategy]
 
@@ -159,16 +187,16 @@ def solve_all(
     progress: Callable[[str, float], None] | None = None,
     storage: str = "fp32",
     micro_batches: int | None = None,
+    costs: str = "model",
 ) -> dict[str, Plan]:
     """A validated plan per strategy (all of them by default), from one set of cost tables."""
-    from costmodel.model import CostModel
     from layoutopt import planner
 
     names = list(strategies) or list(planner.STRATEGIES)
     check_request(names, memory, graph, storage, micro_batches)
     return planner.plan_all(
         graph,
-        CostModel(model),
+        costs_of(model, costs),
         names,
         memory_bytes=memory_bytes(memory),
         time_limit_s=time_limit_s,

@@ -36,6 +36,7 @@ __all__ = [
     "made_up_ids",
     "schedule_of",
     "simulate",
+    "steered",
     "texel_block_of",
 ]
 
@@ -182,38 +183,63 @@ class Caches:
         self._state: State = self.hierarchy.state()
         self._scratch = np.zeros(self.width - 3, dtype=np.int64)
 
-    def run(
-        self, launch: Walk, addresses: np.ndarray, operands: int, budget: float, lot: np.random.Generator, skip: Skip
-    ) -> Estimate:
+    def clear(self) -> None:
+        """Forget what was in them."""
+        self._state = self.hierarchy.state()
+
+    def launch(
+        self,
+        kernel: Kernel,
+        launch: Launch,
+        addresses: np.ndarray,
+        ids: Mapping[int, np.ndarray],
+        budget: float,
+        lot: np.random.Generator,
+    ) -> tuple[Estimate, int]:
+        """One launch of a kernel, sampled where it has more than ``budget`` accesses; and how many it has.
+
+        Args:
+            kernel: of the launch.
+            launch: one of its.
+            addresses: byte address of each operand, workspaces after them.
+            ids: values of integer operands that steer a gather, by position.
+            budget: accesses.
+            lot: places stretches.
+        """
+        compiled = compile_launch(kernel, launch, ids, texel_block_of(self.model))
+        skip = self.skipper(kernel, launch, addresses)
+        return self.run(compiled, addresses, budget, lot, skip), compiled.executions
+
+    def run(self, launch: Walk, addresses: np.ndarray, budget: float, lot: np.random.Generator, skip: Skip) -> Estimate:
         """One launch, sampled where it has more than ``budget`` accesses.
 
         Args:
             launch: compiled.
             addresses: byte address of each operand.
-            operands: how many there are.
             budget: accesses.
             lot: places stretches.
             skip: warms the caches for work groups that are not walked.
         """
         if launch.executions <= budget:
-            return Estimate.exact(self._walked(launch, addresses, operands, 0, launch.groups))
+            return Estimate.exact(self.walked(launch, addresses, 0, launch.groups))
         per_group = launch.executions / max(launch.groups, 1)
         head, *stretches = planned_stretches(launch.groups, budget / per_group, self.hierarchy.cores, lot)
-        first = self._walked(launch, addresses, operands, 0, head.last)
+        first = self.walked(launch, addresses, 0, head.last)
         if not stretches:
             return Estimate.exact(first)
         at, found, groups = head.last, [], head.last
         for stretch in stretches:
             skip(at, stretch.run_up)
-            self._walked(launch, addresses, operands, stretch.run_up, stretch.first)
-            found.append(self._walked(launch, addresses, operands, stretch.first, stretch.last))
+            self.walked(launch, addresses, stretch.run_up, stretch.first)
+            found.append(self.walked(launch, addresses, stretch.first, stretch.last))
             at = stretch.last
             groups += stretch.last - stretch.run_up
         skip(at, launch.groups)
         return extrapolated(first, found, [s.scale for s in stretches], groups / launch.groups)
 
-    def _walked(self, launch: Walk, addresses: np.ndarray, operands: int, first: int, last: int) -> np.ndarray:
-        counts = np.zeros((operands, self.width), dtype=np.int64)
+    def walked(self, launch: Walk, addresses: np.ndarray, first: int, last: int) -> np.ndarray:
+        """Counters [operands, columns] of work groups ``first`` to ``last`` (excluded) of a launch."""
+        counts = np.zeros((addresses.size, self.width), dtype=np.int64)
         if last > first:
             schedule = schedule_of(self.model, launch.items)
             walk(launch, self._state, addresses, counts, first, last, self.hierarchy.cores, self.wave, schedule)
@@ -311,11 +337,10 @@ def _simulated(
     steer = made_up_ids(graph, step, sampling.seed)
     parts, weights = [], []
     for launch_number, launch in enumerate(step.kernel.launches):
-        compiled = compile_launch(step.kernel, launch, steer, texel_block_of(caches.model))
         lot = np.random.default_rng([sampling.seed, number, launch_number])
-        skip = caches.skipper(step.kernel, launch, addresses)
-        parts.append(caches.run(compiled, addresses, len(step.slots), sampling.max_accesses, lot, skip))
-        weights.append(compiled.executions)
+        part, executions = caches.launch(step.kernel, launch, addresses, steer, sampling.max_accesses, lot)
+        parts.append(part)
+        weights.append(executions)
     walked = sum(w * p.walked for w, p in zip(weights, parts, strict=True)) / max(sum(weights), 1)
     return Estimate(
         np.sum([p.counts for p in parts], axis=0),
@@ -420,16 +445,21 @@ def arena_addresses(plan: Plan, step: BoundStep) -> np.ndarray:
     return np.array([where[slot] for slot in step.slots], dtype=np.int64)
 
 
-def made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
-    """Values of a step's integer operands that steer accesses, by position: constants as they are, else uniform."""
+def steered(kernel: Kernel) -> dict[int, int]:
+    """The integer operands of a kernel that steer its accesses, with what their values stay below."""
     limits: dict[int, int] = {}
-    launches = step.kernel.launches
-    for launch, access in ((x, a) for x in launches for p in x.nest.phases for a in (*p.accesses, *p.border)):
-        shape = step.kernel.launch_layout(launch, access.operand).shape
+    for launch, access in ((x, a) for x in kernel.launches for p in x.nest.phases for a in (*p.accesses, *p.border)):
+        shape = kernel.launch_layout(launch, access.operand).shape
         for axis, coordinate in enumerate(access.index):
             if isinstance(coordinate, Data):
                 limit = shape[axis] if coordinate.via is None else coordinate.via.places
                 limits[coordinate.operand] = min(limits.get(coordinate.operand, limit), limit)
+    return limits
+
+
+def made_up_ids(graph: TrainingGraph, step: BoundStep, seed: int) -> dict[int, np.ndarray]:
+    """Values of a step's integer operands that steer accesses, by position: constants as they are, else uniform."""
+    limits = steered(step.kernel)
     out = {}
     for position, limit in limits.items():
         known = graph.constants.get(step.storages[position])
