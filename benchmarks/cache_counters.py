@@ -1,6 +1,7 @@
 """The cache simulator beside hardware counters: hit rates, memory traffic, sectors and tag look-ups of single kernels.
 
     python benchmarks/cache_counters.py [--record FILE] [--only TEXT] [--most REQUESTS] [--json FILE] [--smoke]
+    python benchmarks/cache_counters.py --again FILE
 
 The record (``benchmarks/count.py`` makes one on a machine with an NVIDIA GPU) holds counters of kernels that started
 with empty caches. Each is built anew, which needs no GPU, and walked through the caches of the shipped device model
@@ -11,7 +12,8 @@ from and to memory. Between L1 and L2 the GPU makes one read of what several mul
 is not simulated: the *L2 look-ups* alone, hits over reads that arrive, are the last column. Sectors and tag look-ups
 are compared over all. Errors are shown apart for the kernels from whose counters the device model's caches were
 written down, and for those that were counted afterwards, of other sizes and variants: *held out*. Ranks are compared
-over layouts of the same kernel (Spearman), where layouts differ.
+over layouts of the same kernel (Spearman), where layouts differ by more than two readings of the same counters do;
+``--again`` compares a second reading with the record's instead of the simulator.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +45,11 @@ RECORD = Path(__file__).parent / "records" / "cache-counters-h200.json"
 LINE_BYTES, SECTOR_BYTES = 128, 32
 BASE_BYTES = 2 << 20
 MOST = 3_000_000
-LEAST_APART = 2.0
-"""Layouts whose measured figures lie closer (points, or per cent of the bytes) have no order to be found."""
+LEAST_APART = {"l1": 2.0, "l2": 5.0, "l2_lookups": 5.0}
+"""Layouts whose measured figures lie closer (points) have no order to be found. In the L2, two readings of one kernel
+differ by up to 2.7 points in nine of ten cases."""
+LEAST_SHARE = 0.02
+"""The same of bytes and counts."""
 
 
 @dataclass(frozen=True)
@@ -217,15 +223,33 @@ def rank_table(pairs: Iterable[Pair], name: str) -> dict[str, float]:
     out = {}
     for own in groups.values():
         found = [getattr(p.measured, name) for p in own]
-        apart = max(found) - min(found)
-        if not name.startswith("l"):
-            apart *= 100 / max(max(found), 1.0)
-        if len(own) >= 3 and apart >= LEAST_APART:
-            # What differs by less than can be told is equal.
-            step = LEAST_APART if name.startswith("l") else max(found) * LEAST_APART / 100
+        # What differs by less than can be told is equal.
+        step = LEAST_APART[name] if name in LEAST_APART else max(found) * LEAST_SHARE
+        if len(own) >= 3 and max(found) - min(found) >= step > 0:
             rounded = [[round(getattr(side, name) / step) for side in (p.measured, p.simulated)] for p in own]
             out[own[0].case.label.replace(own[0].case.layout + " ", "")] = spearman(*zip(*rounded, strict=True))
     return out
+
+
+def in_order(pairs: Iterable[Pair], name: str) -> tuple[float, int]:
+    """Of pairs of layouts of one kernel whose measured figures are apart, how many are simulated in the same order.
+
+    Returns:
+        The share (equals count half), and the number of pairs.
+    """
+    groups: dict[tuple, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.case.group, []).append(pair)
+    right, count = 0.0, 0
+    for own in groups.values():
+        for a, b in combinations(own, 2):
+            (x, y), (u, v) = (
+                (getattr(p, name), getattr(q, name)) for p, q in ((a.measured, b.measured), (a.simulated, b.simulated))
+            )
+            if abs(x - y) >= LEAST_APART.get(name, max(x, y) * LEAST_SHARE) > 0:
+                count += 1
+                right += 0.5 if u == v else float((u > v) == (x > y))
+    return right / max(count, 1), count
 
 
 FIGURES = ("l1", "l2", "l2_lookups", "read_bytes", "memory_bytes", "sectors", "tags", "requests", "stores")
@@ -294,30 +318,50 @@ def compared(path: Path, only: str, most: float) -> tuple[list[Pair], int]:
     return pairs, left_out
 
 
+def repeated(path: Path, again: Path) -> list[Pair]:
+    """Two readings of the same kernels, the second in the simulator's place."""
+    first, second = (json.loads(p.read_text(encoding="utf-8")) for p in (path, again))
+    known = {row["key"]: row for row in first["kernels"]}
+    pairs = []
+    for row in second["kernels"]:
+        case = Counted(row["op"], tuple(row["size"]), row["layout"], row["variant"])
+        both = measured(first["metrics"], known[row["key"]]), measured(second["metrics"], row)
+        pairs.append(Pair(case, *both))
+    return pairs
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--record", type=Path, default=RECORD)
     parser.add_argument("--only", default="", help="part of a kernel's label")
     parser.add_argument("--most", type=float, default=MOST, help="requests of a kernel that is simulated")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path, help="a second reading of kernels in the record")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     if args.smoke:
         args.only, args.most = "1000x384 R-Tile 4x4", 2e4
     record = Record(args.json, "cache_counters", counted=args.record.name, most_requests=args.most)
     began = time.process_time()
-    pairs, left_out = compared(args.record, args.only, args.most)
+    if args.again:
+        pairs, left_out = repeated(args.record, args.again), 0
+    else:
+        pairs, left_out = compared(args.record, args.only, args.most)
     console = Console(width=220)
     console.print(pair_table(pairs))
     halves = {"fitted": [p for p in pairs if not p.held_out], "held out": [p for p in pairs if p.held_out]}
     for title, own in halves.items():
         console.print(error_table(title, own))
     orders = {name: rank_table(pairs, name) for name in ("l1", "l2", "memory_bytes", "tags")}
+    alike = {name: in_order(pairs, name) for name in orders}
     for name, table in orders.items():
         if table:
             low = sum(value < 0.9 for value in table.values())
             mean = np.mean(list(table.values()))
-            console.print(f"{name}: Spearman over layouts of {len(table)} kernels: mean {mean:.2f}, {low} below 0.9")
+            console.print(
+                f"{name}: Spearman over layouts of {len(table)} kernels: mean {mean:.2f}, {low} below 0.9; "
+                f"{alike[name][0]:.1%} of {alike[name][1]} pairs of layouts in order"
+            )
     if left_out:
         console.print(f"{left_out} kernels of more than {args.most:g} requests were left out")
     rows = [
