@@ -155,7 +155,7 @@ def _drawn(cells: int, table: int, level: int) -> int:
     state ^= state >> np.uint64(7)
     state ^= state << np.uint64(17)
     store(cells, of(table, level, AIDE), np.int64(state))
-    return np.int64(state >> np.uint64(32)) % of(table, level, WAYS)
+    return int(np.int64(state >> np.uint64(32)) % of(table, level, WAYS))
 
 
 @compiled
