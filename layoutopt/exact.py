@@ -30,11 +30,11 @@ from layoutopt.treewidth import Answer, Condensed, Limits, OutOfTimeError, conde
 
 __all__ = ["Outcome", "Tactics", "remaining", "search"]
 
-_STAGES = ((40, True), (150, False))
+_STAGES = ((40, True), (30, False))
 """Rounds of sweeps at first, and whether a dive follows: before costs are where they belong none helps."""
 _ROUNDS = 50
 """Of sweeps later on."""
-_FIRST_ROWS, _LAST_ROWS, _MOST_ROWS = 1 << 10, 1 << 18, 1 << 18
+_FIRST_ROWS, _LAST_ROWS, _MOST_ROWS = 1 << 8, 1 << 18, 1 << 18
 """Rows of a table when condensing begins and ends, and in elimination, if the caller allows as many."""
 _SMALL = 1 << 6
 """Rows with which condensing within a guess begins."""
@@ -327,7 +327,11 @@ class _Search:
     def _condense(self, base: _Base, top: int, rows: int) -> _Base | None:
         """Eliminate what keeps tables small, within ``top``; None where that refutes it."""
         limits = Limits(rows, self.limits.deadline)
-        made = condense(base.factors, self.network.sizes, top - base.paid, limits, _ROUNDS)
+        try:
+            made = condense(base.factors, self.network.sizes, top - base.paid, limits, _ROUNDS)
+        except OutOfTimeError as error:
+            self.low = max(self.low, min(base.paid + error.paid - 1, top))
+            raise
         return self._known(None if made is None else base.after(made, top), top)
 
     def _take(self, answer: Answer, base: _Base) -> None:

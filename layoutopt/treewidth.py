@@ -31,7 +31,11 @@ __all__ = ["Answer", "Condensed", "Limits", "OutOfTimeError", "condense", "elimi
 
 
 class OutOfTimeError(Exception):
-    """The deadline has passed. Caught by the solver."""
+    """The deadline has passed; ``paid`` is what every assignment within the budget is known to pay."""
+
+    def __init__(self, paid: int = 0) -> None:
+        super().__init__(paid)
+        self.paid = paid
 
 
 _SWEEP_AT = 256
@@ -131,8 +135,11 @@ def condense(
         OutOfTimeError: the deadline has passed.
     """
     work = _Elimination(list(factors), sizes, budget, limits, rounds)
-    if not work.condense():
-        return None
+    try:
+        if not work.condense():
+            return None
+    except OutOfTimeError as error:
+        raise OutOfTimeError(work.offset) from error
     return Condensed(work.factors(), work.offset, work.settled, work.steps)
 
 
