@@ -270,8 +270,24 @@ class Caches:
             capacity -= sum(box.lines for box in boxes)
         for addresses, boxes in reversed(found):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
+        own = self._large_private
+        if own is None or not found or self.hierarchy.cores > _MOST_WARMED:
+            return
+        # Each core has run its share of the latest groups, which read mostly the same lines.
+        kernel, launch, addresses, first, last = next(run for run in reversed(runs) if run[3] < run[4])
+        lines = own.size_bytes // outer.line_bytes
+        boxes = latest(kernel, launch, first, last, lines, outer.line_bytes)
+        for core in range(self.hierarchy.cores):
+            warm(self._state, self.hierarchy, addresses, boxes, self._scratch, core)
+
+    @property
+    def _large_private(self) -> Level | None:
+        """The last cache of each core beside its first, as a CPU has."""
+        return next((level for level in self.hierarchy.levels[:0:-1] if not level.shared), None)
 
 
+_MOST_WARMED = 32
+"""Cores whose second cache is warmed one by one."""
 Skip = Callable[[int, int], None]
 
 

@@ -208,7 +208,14 @@ def box_lines(box: Box, most: int) -> np.ndarray:
     return np.sort(out)
 
 
-def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[Box], scratch: np.ndarray) -> None:
+def warm(
+    state: State,
+    hierarchy: Hierarchy,
+    addresses: np.ndarray,
+    boxes: list[Box],
+    scratch: np.ndarray,
+    core: int | None = None,
+) -> None:
     """Touch the lines of boxes, of all operands in turn as work groups would, uncounted.
 
     Args:
@@ -217,6 +224,8 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
         addresses: byte address of each operand's allocation.
         boxes: see ``latest``.
         scratch: counters of the hierarchy, to be thrown away [columns].
+        core: that runs all the groups, and has only read: what several cores store to is dirty in one of them; None
+            for all in turn.
     """
     last = hierarchy.levels[-1]
     all_lines = max(sum(box.lines for box in boxes), 1)
@@ -226,7 +235,7 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
         own = addresses[box.operand] + box_lines(box, max(int(box.lines * part), 1))
         where.append(own)
         turn.append(box.piece + np.arange(own.size) / own.size)
-        written.append(np.full(own.size, box.write))
+        written.append(np.full(own.size, box.write and core is None))
         image.append(np.full(own.size, box.image))
     if not boxes:
         return
@@ -239,5 +248,5 @@ def warm(state: State, hierarchy: Hierarchy, addresses: np.ndarray, boxes: list[
         part_of = slice(number * lines.size // slices, (number + 1) * lines.size // slices)
         for way, own in ((BUFFERS, ~images[part_of]), (IMAGES, images[part_of])):
             if own.any():
-                core = number % hierarchy.cores
-                run_ranges(state, core, lines[part_of][own], last.line_bytes, writes[part_of][own], scratch, way)
+                whose = number % hierarchy.cores if core is None else core
+                run_ranges(state, whose, lines[part_of][own], last.line_bytes, writes[part_of][own], scratch, way)
