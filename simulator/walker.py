@@ -11,7 +11,10 @@ Arrays are handed on as addresses, as in ``simulator/lanes.py``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+from numba import njit
 
 from simulator.cache import unit_access
 from simulator.lanes import compiled, load, store
@@ -43,6 +46,9 @@ loop, and stores after inner loops; first coordinate, coordinates, how many of t
 or some loop moves."""
 
 _TERM = 4
+
+
+_inlined = njit(inline="always", error_model="numpy")  # a call with many addresses takes longer than what it does
 
 
 @compiled
@@ -175,6 +181,155 @@ def _unit_shift(geometry: int, way: int) -> int:
     return load(geometry, near * COLUMNS + UNIT)
 
 
+class _Places(NamedTuple):
+    """Addresses of what the loops read and write.
+
+    The first ones are a ``Walk``'s. ``agree``, ``at_once`` and ``parts`` are those of the wave; ``loops``: of its
+    sequential variables. Worked out: ``base`` [coordinates], constant and group; ``same`` and ``value`` [coordinates],
+    offset and coordinate where all lanes agree; ``own`` and ``own_value`` [coordinates, lanes], where they do not;
+    ``still`` [accesses] and ``own_still`` [accesses, lanes], what no loop moves. ``offsets``, ``along`` and ``single``
+    [lanes]: of an access, where it is, its coordinate along the vector, whether that is done value by value.
+    """
+
+    meta: int
+    lists: int
+    coords: int
+    terms: int
+    tables: int
+    bases: int
+    data: int
+    agree: int
+    at_once: int
+    parts: int
+    loops: int
+    base: int
+    same: int
+    value: int
+    own: int
+    own_value: int
+    still: int
+    own_still: int
+    offsets: int
+    along: int
+    single: int
+
+
+@compiled
+def _work_out(at: _Places, first: int, last: int, changed: int, wave: int, lanes: int) -> None:
+    """Coordinates ``first`` to ``last`` (excluded), as far as they depend on loop ``changed`` or one within."""
+    for c in range(first, last):
+        coord = at.coords + 8 * COORD * c
+        if load(coord, DEEPEST) < changed:
+            break
+        first_term = load(coord, TERM) + load(coord, GROUPS) + load(coord, ITEMS)
+        x = load(at.base, c) + _sum(at.terms, first_term, load(coord, LOOPS), at.loops)
+        if load(at.agree, c):
+            value = _value(x + load(at.parts, c * wave), coord, at.data)
+            store(at.value, c, value)
+            store(at.same, c, _part(value, coord, at.tables))
+        else:
+            for place in range(c * wave, c * wave + lanes):
+                value = _value(x + load(at.parts, place), coord, at.data)
+                store(at.own_value, place, value)
+                store(at.own, place, _part(value, coord, at.tables))
+
+
+@compiled
+def _add_up(at: _Places, first: int, last: int, wave: int, lanes: int) -> None:
+    """What no loop moves of accesses ``first`` to ``last`` (excluded)."""
+    for a in range(first, last):
+        access = at.meta + 8 * META * a
+        begin = load(access, FIRST)
+        end = begin + load(access, FIXED)
+        for lane in range(1 if load(at.at_once, a) else lanes):
+            offset = load(at.bases, load(access, OPERAND))
+            for n in range(begin, end):
+                c = load(at.lists, n)
+                step = load(at.same, c) if load(at.agree, c) else load(at.own, c * wave + lane)
+                if step == _OUT:
+                    offset = _OUT
+                    break
+                offset += step
+            if load(at.at_once, a):
+                store(at.still, a, offset)
+            else:
+                store(at.own_still, a * wave + lane, offset)
+
+
+@_inlined
+def _moved(at: _Places, begin: int, end: int, start: int) -> int:
+    """``start`` and what loops move of the coordinates in which all lanes agree; _OUT where one does not exist."""
+    if start == _OUT:
+        return _OUT
+    for n in range(begin, end):
+        c = load(at.lists, n)
+        if load(at.agree, c):
+            step = load(at.same, c)
+            if step == _OUT:
+                return _OUT
+            start += step
+    return start
+
+
+@_inlined
+def _spread(at: _Places, a: int, begin: int, end: int, moved: int, wave: int, lanes: int) -> None:
+    """The offsets of an access in which lanes differ."""
+    for lane in range(lanes):
+        offset = load(at.own_still, a * wave + lane)
+        store(at.offsets, lane, _OUT if offset == _OUT else offset + moved)
+    for n in range(begin, end):
+        c = load(at.lists, n)
+        if not load(at.agree, c):
+            for lane in range(lanes):
+                offset, step = load(at.offsets, lane), load(at.own, c * wave + lane)
+                out = offset == _OUT or step == _OUT
+                store(at.offsets, lane, _OUT if out else offset + step)
+
+
+@_inlined
+def _sort_out(at: _Places, access: int, shown: int, wave: int) -> tuple[int, int]:
+    """How many lanes access anything, and how many of these value by value; which and from where, in ``at``."""
+    active = singles = 0
+    width, axis = load(access, WIDTH), load(access, AXIS)
+    if width == 1:
+        for lane in range(shown):
+            if load(at.offsets, lane) != _OUT:
+                active += 1
+        return active, 0
+    begin = load(access, FIRST) + load(access, FIXED) + load(access, MOVING)
+    end = begin + load(access, APART)
+    for lane in range(shown):
+        if load(at.offsets, lane) == _OUT:
+            continue
+        active += 1
+        alone = False
+        for n in range(begin, end):
+            c = load(at.lists, n)
+            if (load(at.same, c) if load(at.agree, c) else load(at.own, c * wave + lane)) == _OUT:
+                alone = True
+        along = load(at.value, axis) if load(at.agree, axis) else load(at.own_value, axis * wave + lane)
+        store(at.along, lane, along)
+        if not load(access, PAST) and along + width > load(at.coords, COORD * axis + BELOW):
+            alone = True
+        store(at.single, lane, 1 if alone else 0)
+        if alone:
+            singles += 1
+    return active, singles
+
+
+@compiled
+def _ahead(at: _Places, access: int, lane: int, ahead: int, one_by_one: bool) -> int:
+    """The offset of a value further along a lane's vector; _OUT where there is none."""
+    coord = at.coords + 8 * COORD * load(access, AXIS)
+    first = load(at.along, lane)
+    last = first + ahead
+    if one_by_one:
+        last = min(last, load(coord, MOST) + load(coord, PLUS))
+    if last >= load(coord, BELOW) and not load(access, PAST):
+        return _OUT
+    return load(at.offsets, lane) + _step(first, last, load(coord, TABLE), at.tables)
+
+
 @compiled
 def walk_groups(
     span: np.ndarray,
@@ -298,6 +453,29 @@ def walk_groups(
                 agree_ = agree.ctypes.data + 8 * w * n_coord
                 at_once_ = at_once.ctypes.data + 8 * w * n_access
                 parts_ = parts.ctypes.data + 8 * w * n_coord * wave
+                at = _Places(
+                    meta_,
+                    lists_,
+                    coords_,
+                    terms_,
+                    tables_,
+                    bases_,
+                    data_,
+                    agree_,
+                    at_once_,
+                    parts_,
+                    loops,
+                    base,
+                    same,
+                    where,
+                    own,
+                    own_where,
+                    still,
+                    own_still,
+                    offsets,
+                    along,
+                    single,
+                )
                 changed = -1  # coordinates that depend on this loop, or one within, are worked out anew
                 issued = 0
                 over = False
@@ -311,48 +489,14 @@ def walk_groups(
                     # ---- coordinates --------------------------------------------------------------------------------
                     # What only accesses outside the innermost loop need is not worked out before they are due.
                     rarely = not ready and (begin_access < first_inner or end_access > first_late)
-                    for stage in range(2):
-                        begin_coord, end_coord = first_coord, often_coord
-                        if stage == 1:
-                            if not rarely:
-                                break
-                            begin_coord, end_coord = often_coord, last_coord
-                        for c in range(begin_coord, end_coord):
-                            coord = coords_ + 8 * COORD * c
-                            if stage == 0 and load(coord, DEEPEST) < changed:
-                                break
-                            first_term = load(coord, TERM) + load(coord, GROUPS) + load(coord, ITEMS)
-                            x = load(base, c) + _sum(terms_, first_term, load(coord, LOOPS), loops)
-                            if load(agree_, c):
-                                value = _value(x + load(parts_, c * wave), coord, data_)
-                                store(where, c, value)
-                                store(same, c, _part(value, coord, tables_))
-                            else:
-                                for lane in range(lanes):
-                                    value = _value(x + load(parts_, c * wave + lane), coord, data_)
-                                    store(own_where, c * wave + lane, value)
-                                    store(own, c * wave + lane, _part(value, coord, tables_))
-                    if changed < 0 or rarely:
-                        for a in range(first_access if rarely else first_inner, last_access if rarely else first_late):
-                            if changed >= 0 and first_inner <= a < first_late:
-                                continue
-                            access = meta_ + 8 * META * a
-                            begin = load(access, FIRST)
-                            end = begin + load(access, FIXED)
-                            for lane in range(1 if load(at_once_, a) else lanes):
-                                offset = load(bases_, load(access, OPERAND))
-                                for n in range(begin, end):
-                                    c = load(lists_, n)
-                                    step = load(same, c) if load(agree_, c) else load(own, c * wave + lane)
-                                    if step == _OUT:
-                                        offset = _OUT
-                                        break
-                                    offset += step
-                                if load(at_once_, a):
-                                    store(still, a, offset)
-                                else:
-                                    store(own_still, a * wave + lane, offset)
-                        ready = ready or rarely
+                    _work_out(at, first_coord, often_coord, changed, wave, lanes)
+                    if rarely:
+                        _work_out(at, often_coord, last_coord, -1, wave, lanes)
+                        _add_up(at, first_access, first_inner, wave, lanes)
+                        _add_up(at, first_late, last_access, wave, lanes)
+                        ready = True
+                    if changed < 0:
+                        _add_up(at, first_inner, first_late, wave, lanes)
                     # ---- accesses -----------------------------------------------------------------------------------
                     for a in range(begin_access, end_access):
                         access = meta_ + 8 * META * a
@@ -370,15 +514,7 @@ def walk_groups(
                         shown, each = lanes, 1
                         if load(at_once_, a):  # where the lanes agree in all, one stands for them
                             shown, each = 1, lanes
-                            offset = load(still, a)
-                            if offset == _OUT:
-                                continue
-                            for n in range(begin, end):
-                                step = load(same, load(lists_, n))
-                                if step == _OUT:
-                                    offset = _OUT
-                                    break
-                                offset += step
+                            offset = _moved(at, begin, end, load(still, a))
                             if offset == _OUT:
                                 continue
                             whole = width == 1
@@ -402,49 +538,11 @@ def walk_groups(
                                 continue
                             store(offsets, 0, offset)
                         else:
-                            step_all = 0
-                            for n in range(begin, end):
-                                c = load(lists_, n)
-                                if load(agree_, c):
-                                    step = load(same, c)
-                                    if step == _OUT:
-                                        step_all = _OUT
-                                        break
-                                    step_all += step
-                            if step_all == _OUT:
+                            moved = _moved(at, begin, end, 0)
+                            if moved == _OUT:
                                 continue
-                            for lane in range(lanes):
-                                offset = load(own_still, a * wave + lane)
-                                store(offsets, lane, _OUT if offset == _OUT else offset + step_all)
-                            for n in range(begin, end):
-                                c = load(lists_, n)
-                                if not load(agree_, c):
-                                    for lane in range(lanes):
-                                        offset, step = load(offsets, lane), load(own, c * wave + lane)
-                                        out = offset == _OUT or step == _OUT
-                                        store(offsets, lane, _OUT if out else offset + step)
-                        active = 0
-                        singles = 0
-                        axis = load(access, AXIS)
-                        past = load(access, PAST) != 0
-                        for lane in range(shown):
-                            if load(offsets, lane) == _OUT:
-                                continue
-                            active += 1
-                            if width == 1:
-                                continue
-                            alone = False
-                            for n in range(end, end + load(access, APART)):
-                                c = load(lists_, n)
-                                if (load(same, c) if load(agree_, c) else load(own, c * wave + lane)) == _OUT:
-                                    alone = True
-                            at = load(where, axis) if load(agree_, axis) else load(own_where, axis * wave + lane)
-                            store(along, lane, at)
-                            if not past and at + width > load(coords_, COORD * axis + BELOW):
-                                alone = True
-                            store(single, lane, 1 if alone else 0)
-                            if alone:
-                                singles += 1
+                            _spread(at, a, begin, end, moved, wave, lanes)
+                        active, singles = _sort_out(at, access, shown, wave)
                         if active == 0:
                             continue
                         issued += 1
@@ -468,16 +566,12 @@ def walk_groups(
                             begun = written
                             for lane in range(shown):
                                 offset = load(offsets, lane)
-                                if offset == _OUT or (width > 1 and (load(single, lane) != 0) != one_by_one):
+                                if offset == _OUT or (singles > 0 and (load(single, lane) != 0) != one_by_one):
                                     continue
                                 if ahead > 0:
-                                    coord = coords_ + 8 * COORD * axis
-                                    at = load(along, lane) + ahead
-                                    if one_by_one:
-                                        at = min(at, load(coord, MOST) + load(coord, PLUS))
-                                    if at >= load(coord, BELOW) and not past:
+                                    offset = _ahead(at, access, lane, ahead, one_by_one)
+                                    if offset == _OUT:
                                         continue
-                                    offset += _step(load(along, lane), at, load(coord, TABLE), tables_)
                                 took += each
                                 if recording:
                                     for twin in range(each):
