@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from layoutopt.check import check
+from layoutopt.copies import without_idle_copies
 from layoutopt.errors import InfeasibleError
 from layoutopt.exact import Tactics, search
 from layoutopt.factors import Factor
 from layoutopt.grouping import grouped, ranks
-from layoutopt.problem import Problem
-from layoutopt.reduce import consistent
+from layoutopt.problem import Choice, OpNode, Problem, StorageNode
+from layoutopt.reduce import consistent, reduce
 from layoutopt.solve import Reductions, solve
 from layoutopt.states import SCALE, TooManyStatesError, network
 from layoutopt.sweeps import sweep
 from layoutopt.treewidth import Limits, OutOfTimeError, condense, eliminate
-from tests.problems import block_problem, exhaustive, random_problem
+from tests.problems import block_problem, candidates, exhaustive, random_problem
 
 PLAIN = Reductions.none()
 SWITCHES = [f.name for f in fields(Reductions)]
@@ -286,3 +287,48 @@ def test_costs_beyond_the_tables_go_to_highs() -> None:
     found = solve(dear)
     assert found.method.startswith("highs")
     assert found.cost_ns == solve(problem).cost_ns << 42
+
+
+def test_a_copy_that_saves_less_than_it_costs_is_dropped_and_one_that_may_pay_is_kept() -> None:
+    layouts = candidates(2)
+    sizes = tuple(4 * x.size_elems for x in layouts)
+    storages = (
+        StorageNode("x", layouts, sizes, False, 0),
+        StorageNode("y", layouts, sizes, False),
+        StorageNode("z", layouts, sizes, False),
+    )
+
+    def reader(out: int, saving_ns: int) -> OpNode:
+        rows = itertools.product((0, 1), repeat=2)
+        return OpNode(f"op{out}", (0, out), 1, tuple(Choice(t, 100 - saving_ns * t[0], "v") for t in rows))
+
+    ops = (reader(1, 20), reader(2, 25))
+    for relayout_ns, kept in ((44, True), (45, True), (46, False)):
+        problem = Problem(storages, ops, {(0, 0, 1): relayout_ns, (1, 0, 1): 1, (1, 1, 0): 1})
+        lean, domain = without_idle_copies(problem, consistent(problem))
+        # Nobody reads y, so that no copy of it is ever worth a nanosecond.
+        assert set(lean.relayout_ns) == ({(0, 0, 1)} if kept else set())
+        assert all(
+            op.choices[c].layouts[0] == 0 or kept for op, left in zip(ops, domain.choices, strict=True) for c in left
+        )
+        assert exhaustive(lean) == exhaustive(problem)
+
+
+@pytest.mark.parametrize("batch", range(10))
+def test_problems_without_idle_copies_have_the_same_optimum(batch: int) -> None:
+    dropped = 0
+    for seed in range(2000 + 20 * batch, 2020 + 20 * batch):
+        problem = random_problem(seed, ops=2 + seed % 2, width=3, dense=seed % 4 == 0, hostile=seed % 5 == 0)
+        expected = exhaustive(problem)
+        try:
+            lean, domain = without_idle_copies(problem, reduce(problem))
+        except InfeasibleError:
+            assert expected is None
+            continue
+        left = tuple(
+            replace(op, choices=tuple(op.choices[c] for c in kept))
+            for op, kept in zip(lean.ops, domain.choices, strict=True)
+        )
+        assert exhaustive(replace(lean, ops=left)) == expected
+        dropped += len(problem.relayout_ns) - len(lean.relayout_ns)
+    assert dropped > 0
