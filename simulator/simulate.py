@@ -24,7 +24,7 @@ from simulator.cache import Hierarchy, Level, State
 from simulator.counts import Counts, Estimate, row_width
 from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
 from simulator.trace import Schedule, TexelBlock, Walk, compile_launch, walk
-from simulator.warming import Box, latest, warm
+from simulator.warming import ENOUGH, Box, latest, warm
 
 __all__ = [
     "CacheReport",
@@ -229,7 +229,9 @@ class Caches:
             return Estimate.exact(first)
         at, found, groups = head.last, [], head.last
         for stretch in stretches:
-            skip(at, stretch.run_up)
+            pushed_out = skip(at, stretch.run_up)
+            if at == head.last:  # what the launches before had stored and not yet written back
+                first[:, -1] += (pushed_out * first[:, 1] / max(first[:, 1].sum(), 1)).astype(np.int64)
             self.walked(launch, addresses, stretch.run_up, stretch.first)
             found.append(self.walked(launch, addresses, stretch.first, stretch.last))
             at = stretch.last
@@ -248,16 +250,19 @@ class Caches:
     def skipper(self, kernel: Kernel, launch: Launch, addresses: np.ndarray) -> Skip:
         """What ``run`` takes to skip work groups of a launch."""
 
-        def skip(first: int, last: int) -> None:
-            self.skip([(kernel, launch, addresses, first, last)])
+        def skip(first: int, last: int) -> float:
+            return self.skip([(kernel, launch, addresses, first, last)])
 
         return skip
 
-    def skip(self, runs: Sequence[tuple[Kernel, Launch, np.ndarray, int, int]]) -> None:
+    def skip(self, runs: Sequence[tuple[Kernel, Launch, np.ndarray, int, int]]) -> float:
         """Leave in the caches what work groups that are not walked would, of several launches one after the other.
 
         Args:
             runs: kernel, launch, byte address of each operand, first group and end of the groups.
+
+        Returns:
+            Bytes that were in the caches before, had been stored to, and are written to memory for it.
         """
         outer = self.hierarchy.levels[-1]
         capacity = outer.size_bytes // outer.line_bytes
@@ -268,17 +273,32 @@ class Caches:
             boxes = latest(kernel, launch, first, last, capacity, outer.line_bytes)
             found.append((addresses, boxes))
             capacity -= sum(box.lines for box in boxes)
+        before = self._scratch[-1]
         for addresses, boxes in reversed(found):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
+        # Beyond what the cache holds, the lines that go are those that came just now.
+        lines = [(box.lines, box.write) for _, boxes in found for box in boxes]
+        stored = sum(n for n, write in lines if write) / max(sum(n for n, _ in lines), 1)
+        again = (
+            max(
+                min(sum(n for n, _ in lines), int(ENOUGH * outer.size_bytes / outer.line_bytes))
+                - outer.size_bytes // outer.line_bytes,
+                0,
+            )
+            * stored
+            * outer.line_bytes
+        )
+        pushed_out = max(float(self._scratch[-1] - before) - again, 0.0)
         own = self._large_private
         if own is None or not found or self.hierarchy.cores > _MOST_WARMED:
-            return
+            return pushed_out
         # Each core has run its share of the latest groups, which read mostly the same lines.
         kernel, launch, addresses, first, last = next(run for run in reversed(runs) if run[3] < run[4])
-        lines = own.size_bytes // outer.line_bytes
-        boxes = latest(kernel, launch, first, last, lines, outer.line_bytes)
+        capacity = own.size_bytes // outer.line_bytes
+        boxes = latest(kernel, launch, first, last, capacity, outer.line_bytes)
         for core in range(self.hierarchy.cores):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch, core)
+        return pushed_out
 
     @property
     def _large_private(self) -> Level | None:
@@ -288,7 +308,7 @@ class Caches:
 
 _MOST_WARMED = 32
 """Cores whose second cache is warmed one by one."""
-Skip = Callable[[int, int], None]
+Skip = Callable[[int, int], float]
 
 
 def simulate(

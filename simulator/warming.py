@@ -21,9 +21,9 @@ from layoutopt.graph import DTYPES
 from layoutopt.layout import Layout
 from simulator.cache import BUFFERS, IMAGES, Hierarchy, State, run_ranges
 
-__all__ = ["Box", "box_lines", "latest", "touched", "warm"]
+__all__ = ["ENOUGH", "Box", "box_lines", "latest", "touched", "warm"]
 
-_ENOUGH = 1.5
+ENOUGH = 1.5
 """Lines that are touched over those that the last level holds: its sets do not fill evenly."""
 
 _SLICES = 64
@@ -229,7 +229,7 @@ def warm(
     """
     last = hierarchy.levels[-1]
     all_lines = max(sum(box.lines for box in boxes), 1)
-    part = min(1.0, _ENOUGH * last.size_bytes / last.line_bytes / all_lines)
+    part = min(1.0, ENOUGH * last.size_bytes / last.line_bytes / all_lines)
     where, turn, written, image = [], [], [], []
     for box in boxes:
         own = addresses[box.operand] + box_lines(box, max(int(box.lines * part), 1))
