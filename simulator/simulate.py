@@ -277,17 +277,11 @@ class Caches:
         for addresses, boxes in reversed(found):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
         # Beyond what the cache holds, the lines that go are those that came just now.
-        lines = [(box.lines, box.write) for _, boxes in found for box in boxes]
-        stored = sum(n for n, write in lines if write) / max(sum(n for n, _ in lines), 1)
-        again = (
-            max(
-                min(sum(n for n, _ in lines), int(ENOUGH * outer.size_bytes / outer.line_bytes))
-                - outer.size_bytes // outer.line_bytes,
-                0,
-            )
-            * stored
-            * outer.line_bytes
-        )
+        boxes = [box for _, own_boxes in found for box in own_boxes]
+        lines = sum(box.lines for box in boxes)
+        stored = sum(box.lines for box in boxes if box.write) / max(lines, 1)
+        holds = outer.size_bytes // outer.line_bytes
+        again = max(min(lines, int(ENOUGH * holds)) - holds, 0) * stored * outer.line_bytes
         pushed_out = max(float(self._scratch[-1] - before) - again, 0.0)
         own = self._large_private
         if own is None or not found or self.hierarchy.cores > _MOST_WARMED:
