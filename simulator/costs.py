@@ -24,7 +24,8 @@ from kernels.spec import Kernel, KernelVariant, Launch, OpSpec
 from kernels.variants import family_of
 from layoutopt.errors import DeviceError
 from layoutopt.layout import Layout
-from simulator.simulate import Caches, steered, texel_block_of
+from simulator.device_caches import Caches, texel_block_of
+from simulator.simulate import steered
 from simulator.trace import compile_launch
 
 __all__ = ["SimulatedCosts"]

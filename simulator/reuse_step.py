@@ -18,8 +18,9 @@ from kernels.bind import bind
 from layoutopt.graph import DTYPES, TrainingGraph
 from layoutopt.plan import Plan
 from layoutopt.rewrites import planned_graph
+from simulator.device_caches import hierarchy_of
 from simulator.reuse import Distances, Histogram
-from simulator.simulate import arena_addresses, hierarchy_of, made_up_ids
+from simulator.simulate import arena_addresses, made_up_ids
 from simulator.trace import Stream, Walk, compile_launch, stream
 
 __all__ = ["StepReuse", "coalesced", "reuse_distances"]
