@@ -55,7 +55,7 @@ _HOPELESS = 2.0**60
 """Estimates beyond this are all the same."""
 _ATTEMPTED = 64
 """Estimates are of the worst case: tables are joined up to so many times the rows allowed, to see."""
-_WORK = 1 << 22
+_WORK = 1 << 20
 """Rows looked at between two looks at the clock."""
 
 
