@@ -11,10 +11,10 @@ after the configuration's reductions and before HiGHS, or 0 where tables closed 
 OPTIMAL must agree on the optimum, or the benchmark fails. ``--smoke`` runs one made-up instance once.
 
 ``--table`` gives a row per model and device model instead: all reductions, beside the plain integer program with as
-many seconds as ``--plain`` allows (HiGHS's own; making its program comes on top). Instances are of the graph as planning rewrites it, every alternative, with what
-planning ties (``layoutopt/alike.py``) and from its starts. *CPU s* is
-the processor time of a solve: on a machine that does much else besides, it says more than the time by the clock. *plain
-/ this* is their ratio, behind a ">" where the plain program did not finish. ``--deep`` adds a made-up graph of so many
+many seconds as ``--plain`` allows (HiGHS's own; making its program comes on top). Instances are of the graph as
+planning rewrites it, every alternative, with what planning ties (``layoutopt/alike.py``) and from its starts. *CPU s*
+is the processor time of a solve: on a machine that does much else besides, it says more than the time by the clock.
+*plain / this* is their ratio, behind a ">" where the plain program did not finish. ``--deep`` adds a made-up graph of so many
 equal blocks of seven ops, forward and backward, each reading the same mask.
 """
 
