@@ -14,8 +14,8 @@ OPTIMAL must agree on the optimum, or the benchmark fails. ``--smoke`` runs one 
 many seconds as ``--plain`` allows (HiGHS's own; making its program comes on top). Instances are of the graph as
 planning rewrites it, every alternative, with what planning ties (``layoutopt/alike.py``) and from its starts. *CPU s*
 is the processor time of a solve: on a machine that does much else besides, it says more than the time by the clock.
-*plain / this* is their ratio, behind a ">" where the plain program did not finish. ``--deep`` adds a made-up graph of so many
-equal blocks of seven ops, forward and backward, each reading the same mask.
+*plain / this* is their ratio, behind a ">" where the plain program did not finish. ``--deep`` adds a made-up graph of
+so many equal blocks of seven ops, forward and backward, each reading the same mask.
 """
 
 from __future__ import annotations
