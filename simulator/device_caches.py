@@ -203,7 +203,8 @@ class Caches:
         stored = sum(box.lines for box in boxes if box.write) / max(lines, 1)
         holds = outer.size_bytes // outer.line_bytes
         again = max(min(lines, int(ENOUGH * holds)) - holds, 0) * stored * outer.line_bytes
-        pushed_out = max(float(self._scratch[-1] - before) - again, 0.0)
+        # Where less than the cache is touched, what was there goes bit by bit, and the stretches see it go.
+        pushed_out = max(float(self._scratch[-1] - before) - again, 0.0) if lines >= holds else 0.0
         own = self._large_private
         if own is None or not found or self.hierarchy.cores > _MOST_WARMED:
             return pushed_out
