@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from layoutopt import strategies
@@ -385,15 +384,13 @@ def posed(tables: Tables) -> tuple[Problem, Problem, list[Assignment], list[Assi
     """What the exact solver is asked: the problem, with what is to be decided alike tied, and where it starts.
 
     Returns:
-        The problem as priced; with ties, or the same object where there are none; starts of the one, and the best of
-        them that has a way into the other.
+        The problem as priced; with ties, or the same object where there are none; starts of the one and of the other.
     """
     problem, starts = tables.problem, list(_starts(tables))
     ties = tied(problem, sharing(tables.graph, tables.pricer.costs.limits.idle_units))
     if ties is problem:
         return problem, ties, starts, starts
-    near = (projected(ties, start) for start in sorted(starts, key=lambda a: a.cost_ns))
-    return problem, ties, starts, list(islice((found for found in near if found is not None), 1))
+    return problem, ties, starts, [near for start in starts if (near := projected(ties, start)) is not None]
 
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
