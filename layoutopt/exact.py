@@ -6,9 +6,10 @@ proves that there is nothing within the budget, which is a better bound. Then th
 assignment known less one nanosecond. Ties and near ties can make tables too wide even so. Then elimination keeps the
 cheapest rows: what it finds is an assignment, often the best, and everything below it can still be refuted.
 
-Two things come before that. A *dive* looks for a good assignment where sweeps have left little to choose: among rows
-that cost little each, by a beam search from block to block. And tables are *condensed*: what can be eliminated without
-making them large is, so that the budgets that follow begin with fewer of them, and with a better bound.
+Two things come before that. A *dive* looks for a better assignment near the best one known: among its rows and those
+that cost little each, few at first and then more, by elimination from block to block; where tables get too wide that is
+a beam search. And tables are *condensed*: what can be eliminated without making them large is, so that the budgets that
+follow begin with fewer of them, and with a better bound.
 """
 
 from __future__ import annotations

@@ -116,7 +116,10 @@ def _solve(
     started = time.perf_counter()
     whole, domain = problem, reduce(problem) if switches.dominance else consistent(problem)
     if switches.copies:
-        problem, domain = without_idle_copies(problem, domain)
+        try:
+            problem, domain = without_idle_copies(problem, domain)
+        except InfeasibleError as error:
+            raise explain(problem) from error
     known = list(heuristics(whole) if starts is None else starts)
     best = min(known, key=lambda a: a.cost_ns) if known else None
     bound = sum(min(op.choices[c].cost_ns for c in left) for op, left in zip(problem.ops, domain.choices, strict=True))
@@ -134,8 +137,6 @@ def _solve(
             assert slack >= 0, f"tables say {outcome.cost_ns} ns, prices {best.cost_ns} ns"
         bound, closed = max(bound, outcome.bound_ns), outcome.closed
         method = f"{method}, proven on tables" if closed and method != "tables" else method
-    if closed and best is None:
-        raise explain(whole)
     if not closed and requested():
         method = f"{method}; interrupted"
     elif (
@@ -152,6 +153,8 @@ def _solve(
         best, bound, closed, method = _by_highs(problem, left, best, bound, seconds, switches, method)
     elif not closed:
         closed = True
+    if closed and best is None:
+        raise explain(whole)
     if best is None:
         if requested():
             raise KeyboardInterrupt  # there is nothing to return
@@ -242,9 +245,7 @@ def _by_highs(
         return best, bound, False, f"{method}; highs was interrupted"
     reason = None if result is None else result.termination.reason
     if reason in (None, mathopt.TerminationReason.INFEASIBLE, mathopt.TerminationReason.INFEASIBLE_OR_UNBOUNDED):
-        if best is None:
-            raise explain(problem)
-        return best, best.cost_ns, True, f"{method}, proven by highs"
+        return best, bound if best is None else best.cost_ns, True, f"{method}, proven by highs"
     assert model is not None
     assert result is not None
     if reason not in (
