@@ -31,7 +31,7 @@ from layoutopt.treewidth import Answer, Condensed, Limits, OutOfTimeError, conde
 
 __all__ = ["Outcome", "Tactics", "remaining", "search"]
 
-_STAGES = ((40, True), (30, False))
+_STAGES = ((20, True), (50, False))
 """Rounds of sweeps at first, and whether a dive follows: before costs are where they belong none helps."""
 _ROUNDS = 50
 """Of sweeps later on."""
