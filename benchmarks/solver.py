@@ -290,7 +290,7 @@ def instances(args: argparse.Namespace) -> Iterator[tuple[str, str, Problem, lis
             pricer = Pricer(costs)
             for i, candidate in enumerate(alternatives(graph)):
                 label = graph.name + (f" ({i + 1})" if i else "")
-                _, ties, _, known = posed(tabulate(candidate, costs, pricer=pricer))
+                ties, _, known = posed(tabulate(candidate, costs, pricer=pricer))
                 yield label, costs.name, ties, known
 
 

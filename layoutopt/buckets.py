@@ -24,9 +24,7 @@ __all__ = [
     "OFFSET",
     "PAUSE",
     "SWEEP",
-    "add",
     "advance",
-    "nothing",
     "pack",
     "read_back",
     "steps",
@@ -60,15 +58,15 @@ _WORK = 1 << 20
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def add(
+def _add(
     scopes: Lists, rows: Lists, costs: Lists, around: Lists, counters: Ints, scope: Ints, own: Ints, paid: Ints
 ) -> bool:
     """Take in a table, its least cost moved to the offset; False where it has no rows."""
     if not len(paid):
         return False
     least = paid.min()
-    counters[0] += least
-    counters[1] = max(counters[1], len(paid))
+    counters[OFFSET] += least
+    counters[LARGEST] = max(counters[LARGEST], len(paid))
     if not len(scope):
         return True
     number = np.array([len(scopes)])
@@ -78,15 +76,6 @@ def add(
     for v in scope:
         around[v] = np.concatenate((around[v], number))
     return True
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def nothing(variables: int) -> tuple[Lists, Lists, Lists, Lists]:
-    """No tables yet: scopes, rows, costs, per variable the tables that know it."""
-    around = List.empty_list(_VECTOR)
-    for _ in range(variables):
-        around.append(np.empty(0, dtype=np.int64))
-    return List.empty_list(_VECTOR), List.empty_list(_MATRIX), List.empty_list(_VECTOR), around
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -100,14 +89,20 @@ def unpack(
     scope: Ints,
     first: Ints,
 ) -> tuple[Lists, Lists, Lists, Lists, bool]:
-    """Tables that lie end to end as lists: scopes, rows, costs, per variable the tables that know it; and ``add``."""
-    scopes, rows, costs, around = nothing(variables)
+    """Tables that lie end to end as lists: scopes, rows, costs, per variable the tables that know it.
+
+    Last, whether every table has a row.
+    """
+    scopes, rows = List.empty_list(_VECTOR), List.empty_list(_MATRIX)
+    costs, around = List.empty_list(_VECTOR), List.empty_list(_VECTOR)
+    for _ in range(variables):
+        around.append(np.empty(0, dtype=np.int64))
     fine = True
     for f in range(len(first) - 1):
         own = scope[first[f] : first[f + 1]]
         count = row_first[f + 1] - row_first[f]
         table = values[value_first[f] : value_first[f + 1]].copy().reshape((count, len(own)))
-        fine &= add(scopes, rows, costs, around, counters, own.copy(), table, paid[row_first[f] : row_first[f + 1]])
+        fine &= _add(scopes, rows, costs, around, counters, own.copy(), table, paid[row_first[f] : row_first[f + 1]])
     return scopes, rows, costs, around, fine
 
 
@@ -364,20 +359,20 @@ def advance(
         scope, table, paid, complete = scopes[ids[0]], rows[ids[0]], costs[ids[0]], True
         for f in ids[1:]:
             scope, table, paid, complete = _join(
-                scope, table, paid, scopes[f], rows[f], costs[f], sizes, budget - counters[0], room, truncate
+                scope, table, paid, scopes[f], rows[f], costs[f], sizes, budget - counters[OFFSET], room, truncate
             )
             work += len(paid) + len(costs[f])
             if not complete:
                 if not truncate:
                     break
-                counters[2] = 0
+                counters[EXACT] = 0
         if not complete and not truncate:
             barred[v] = around[v].max()
             continue
         rest = np.flatnonzero(scope != v)
         keys, _ = _keys(table, rest, table[:0], rest, sizes[scope[rest]])
         own = table[:, np.flatnonzero(scope == v)[0]]
-        kept = _best(keys, paid, own, budget - counters[0])
+        kept = _best(keys, paid, own, budget - counters[OFFSET])
         if not truncate and len(kept) > most and len(kept) * len(rest) > old:
             barred[v] = around[v].max()
             continue
@@ -393,7 +388,7 @@ def advance(
         step_scopes.append(scope[rest])
         step_rows.append(left.astype(np.int32))
         step_values.append(own[kept].astype(np.int32))
-        if not add(scopes, rows, costs, around, counters, scope[rest], left, paid[kept]) or counters[0] > budget:
+        if not _add(scopes, rows, costs, around, counters, scope[rest], left, paid[kept]) or counters[OFFSET] > budget:
             return NOTHING
         for u in scope[rest]:
             if len(around[u]):

@@ -364,7 +364,8 @@ def _exact(tables: Tables, time_limit_s: float) -> Assignment:
 
     Where time runs out, or deciding alike costs more than it saves, it may be one of those that the search starts from.
     """
-    problem, ties, starts, near = posed(tables)
+    problem = tables.problem
+    ties, starts, near = posed(tables)
     if ties is problem:
         return solve(problem, time_limit_s, starts)
     try:
@@ -380,17 +381,17 @@ def _exact(tables: Tables, time_limit_s: float) -> Assignment:
     return replace(best, status="FEASIBLE", bound_ns=least, seconds=found.seconds)
 
 
-def posed(tables: Tables) -> tuple[Problem, Problem, list[Assignment], list[Assignment]]:
-    """What the exact solver is asked: the problem, with what is to be decided alike tied, and where it starts.
+def posed(tables: Tables) -> tuple[Problem, list[Assignment], list[Assignment]]:
+    """What the exact solver is asked: the problem with what is to be decided alike tied, and where it starts.
 
     Returns:
-        The problem as priced; with ties, or the same object where there are none; starts of the one and of the other.
+        The problem with ties, or the tables' own where there are none; starts of the tables' own, and of this one.
     """
     problem, starts = tables.problem, list(_starts(tables))
     ties = tied(problem, sharing(tables.graph, tables.pricer.costs.limits.idle_units))
     if ties is problem:
-        return problem, ties, starts, starts
-    return problem, ties, starts, [near for start in starts if (near := projected(ties, start)) is not None]
+        return ties, starts, starts
+    return ties, starts, [near for start in starts if (near := projected(ties, start)) is not None]
 
 
 def _starts(tables: Tables) -> Iterable[Assignment]:
