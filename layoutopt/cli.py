@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt import __version__, interrupts
+from layoutopt import __version__, cli_side, interrupts
 from layoutopt.cli_device import model_for, open_runtime
 from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
@@ -489,6 +489,7 @@ def print_rows(rows: Sequence[object]) -> None:
 
 
 app.command()(sweep)
+app.add_typer(cli_side.app)
 
 
 @app.command()

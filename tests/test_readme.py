@@ -42,6 +42,10 @@ def test_command_lines_parse(line: str) -> None:
         return
     assert words[0] in group.commands, f"no command {words[0]}"
     command = group.commands[words[0]]
+    while hasattr(command, "commands") and words[1:]:
+        words = words[1:]
+        assert words[0] in command.commands, f"no command {words[0]}"
+        command = command.commands[words[0]]
     if words[1:] or words[0] in ("devices", "demo", "calibrate"):
         command.make_context(words[0], words[1:])  # raises on an unknown option, a bad value, a missing argument
 
