@@ -1,4 +1,4 @@
-"""Packages that side-tuning needs and layoutopt alone does not: imported when they are used, named when they are missing."""
+"""Packages that side-tuning needs and layoutopt alone does not: imported when used, named when missing."""
 
 from __future__ import annotations
 
