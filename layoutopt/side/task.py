@@ -1,8 +1,8 @@
 """What a device and a server agree on, and what a device sends for a step: values that are checked where they arrive.
 
 A :class:`Task` says everything that the weights of a training depend on, beside the batches. A :class:`Batch` is a
-step's activations. A device may be foreign or broken: :meth:`Batch.check` holds every array against the task, and what it lets
-pass can harm nothing but the training that it belongs to.
+step's activations. A device may be foreign or broken: :meth:`Batch.check` holds every array against the task, and what
+it lets pass can harm nothing but the training that it belongs to.
 """
 
 from __future__ import annotations
