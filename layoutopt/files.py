@@ -8,7 +8,7 @@ from pathlib import Path
 
 from layoutopt.errors import LayoutOptError
 
-__all__ = ["check_folder", "check_target", "lock", "write_atomic"]
+__all__ = ["check_folder", "check_target", "lock", "sync_folder", "write_atomic"]
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
@@ -40,8 +40,13 @@ def check_folder(path: str | os.PathLike[str]) -> None:
         raise LayoutOptError(f"cannot write to {path}: no permission to write in {existing} (choose another)")
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+def write_atomic(path: str | os.PathLike[str], data: bytes | str, *, sync: bool = False) -> None:
     """Write ``data`` beside ``path`` and rename it into place.
+
+    Args:
+        path: the file.
+        data: its content.
+        sync: whether to come back only when it would survive a loss of power.
 
     Raises:
         LayoutOptError: the directory does not exist or cannot be written.
@@ -55,11 +60,28 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     try:
         with os.fdopen(fd, "wb") as handle:
             handle.write(payload)
+            if sync:
+                handle.flush()
+                os.fsync(handle.fileno())
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, target)
+        if sync:
+            sync_folder(target.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """See that names made or removed in a directory would survive a loss of power, where the system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return  # systems that open no directories
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _umask() -> int:
