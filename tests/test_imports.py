@@ -24,11 +24,14 @@ FACE = {
     f"layoutopt.{name}"
     for name in (
         "__main__",
+        "advise",
+        "arraydata",
         "asked",
         "assembly",
         "budget",
         "bundle",
         "cli",
+        "cli_advise",
         "cli_device",
         "cli_side",
         "cli_simulate",
@@ -37,6 +40,7 @@ FACE = {
         "compare",
         "demo",
         "digits",
+        "energy",
         "example",
         "facade",
         "finetune",
@@ -54,6 +58,14 @@ FACE = {
         "probing",
         "refining",
         "side",
+        "side.backbone",
+        "side.device_head",
+        "side.evaluate",
+        "side.graphs",
+        "side.pretrained",
+        "side.samples",
+        "side.side_graph",
+        "side.taps",
         "side.client",
         "side.keys",
         "side.needs",
@@ -74,7 +86,10 @@ FACE = {
         "tuning",
     )
 }
-TORCH = {f"layoutopt.{m}" for m in ("capture", "capture_open", "modes", "zoo", "zoo_models")}
+TORCH = {
+    f"layoutopt.{m}"
+    for m in ("capture", "capture_open", "capture_trace", "modes", "side.side_graph", "side.taps", "zoo", "zoo_models")
+}
 GENERATED = {"layoutopt.side.side_pb2"}  # imports protobuf, and is imported where messages are read
 PYOPENCL = {"kernels.discovery", "kernels.runtime", "kernels.testing"}
 
