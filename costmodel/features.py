@@ -18,6 +18,7 @@ from math import prod
 from costmodel.launches import Machine, launch_counts
 from kernels.families.contraction_epilogue import epilogue_width
 from kernels.spec import Kernel, OpSpec
+from layoutopt.graph import PRODUCTS
 
 __all__ = ["COMPUTE", "FEATURES", "LAUNCH", "MEMORY", "Machine", "features", "kept_features", "transcendentals"]
 
@@ -103,7 +104,7 @@ def kept_features(kernel: Kernel, machine: Machine) -> tuple[float, ...]:
 
 def _function_width(kernel: Kernel) -> int:
     """Values that functions are evaluated for at a time."""
-    if kernel.spec.kind == "contraction":
+    if kernel.spec.kind in PRODUCTS:
         return epilogue_width(kernel)
     if kernel.spec.kind in _ATTENTION:  # packed first, however it is read
         return dict(kernel.variant.params).get("v", 1)
@@ -118,7 +119,7 @@ def transcendentals(kernel: Kernel) -> float:
 @lru_cache(maxsize=1 << 12)
 def _exps(spec: OpSpec) -> float:
     elems = prod(spec.shapes[spec.inputs])
-    program = spec.attr("epilogue" if spec.kind == "contraction" else "expr")
+    program = spec.attr("epilogue" if spec.kind in PRODUCTS else "expr")
     if program is not None:
         return elems * sum(_EXPS.get(op, 0.0) for op, *_ in program.code)
     if spec.kind in _ATTENTION:

@@ -21,6 +21,7 @@ from costmodel.features import COMPUTE, FEATURES, LAUNCH, Machine, kept_features
 from costmodel.shared import shared_cost
 from costmodel.uncertainty import median_interval
 from kernels.spec import DeviceLimits, Kernel, OpSpec
+from layoutopt.graph import PRODUCTS
 
 __all__ = ["CostModel", "kernel_kind", "layouts_text", "spec_text"]
 
@@ -34,7 +35,7 @@ def spec_text(spec: OpSpec) -> str:
     """
     shapes = ["[" + ",".join(map(str, shape)) + "]" for shape in spec.shapes]
     kind = kernel_kind(spec)
-    program = spec.attr("epilogue" if kind == "contraction" else "expr")
+    program = spec.attr("epilogue" if kind in PRODUCTS else "expr")
     if program is not None and kind != "relayout":
         kind += " " + ",".join(op for op, *_ in program.code)
     return f"{kind} {' '.join(shapes[: spec.inputs])} -> {' '.join(shapes[spec.inputs :])}"

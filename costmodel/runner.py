@@ -26,7 +26,13 @@ ARENA_BYTES = 256 << 20
 """Of an arena where nothing asks for another size. Far beyond any cache, and little enough to be filled every round."""
 _STREAM = 256
 """Kernels that the device gets before the host waits for them."""
-_IDS = {"gather": (0, 0), "nll_loss": (0, 1), "cross_entropy": (0, 1), "cross_entropy_grad": (1, 1)}
+_IDS = {
+    "gather": (0, 0),
+    "quantized_gather": (0, 0),
+    "nll_loss": (0, 1),
+    "cross_entropy": (0, 1),
+    "cross_entropy_grad": (1, 1),
+}
 """(operand, axis) whose extent bounds the ids of these kinds."""
 
 

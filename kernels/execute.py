@@ -26,6 +26,7 @@ from layoutopt.errors import DeviceError, GraphError
 from layoutopt.graph import Tensor, TrainingGraph
 from layoutopt.pass_views import overwrites
 from layoutopt.plan import ArenaSlot, Plan
+from layoutopt.rewrite_quantize import weights_of
 from layoutopt.rewrites import planned_graph
 
 __all__ = ["Executor"]
@@ -41,7 +42,8 @@ class Executor:
         runtime: the device.
         graph: the step.
         plan: its layouts, kernels and arena.
-        values: starting parameters and state by tensor name; what is absent starts by ``Tensor.init``.
+        values: starting parameters and state by tensor name; what is absent starts by ``Tensor.init``. Weights that
+            the plan stores in few bits come under their own names, or quantised, as ``values()`` gives them.
         keep: further tensors that ``read`` must be able to give after a step.
         seed: of the random starting values.
         limits: what the plan must fit; the device's own by default.
@@ -82,10 +84,12 @@ class Executor:
         self._slots = {slot.name: slot for slot in plan.arena}
         self._overwritten = overwrites(graph)
         self._idle: dict[str, np.ndarray] = {}
+        self._weights = weights_of(graph)
         self._check_plan()
         self._check_fit()
         for name in values or {}:
-            self._held(name)
+            if name not in self._weights:
+                self._held(name)
         for name in (*graph.outputs, *keep):
             self._alive_slot(name)
         sent = {
@@ -234,7 +238,18 @@ class Executor:
 
     def _start(self, values: Mapping[str, np.ndarray], seed: int) -> None:
         """Give every parameter and state its starting value, one after the other: the host keeps none of them."""
+        packed = {name for weight in self._weights.values() for name in weight.names}
+        for name, weight in self._weights.items():
+            given = [part for part in weight.names if part in values]
+            if len(given) == 1:
+                raise GraphError(f"of parameter {name!r} only {given[0]!r} is given: give words and scales, or neither")
+            for part in given:
+                self.write(part, values[part])
+            if not given:
+                self.write(name, values[name] if name in values else initial_value(weight.tensor, seed))
         for tensor in self.graph.by_role("parameter", "state"):
+            if tensor.name in packed:
+                continue
             value = values[tensor.name] if tensor.name in values else initial_value(tensor, seed)
             self.write(tensor.name, value)
 
@@ -260,11 +275,16 @@ class Executor:
         self.runtime.upload(self._arena, packed, offset_bytes=self._slots[slot_name(storage, 0)].offset_bytes)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Set a parameter or state tensor.
+        """Set a parameter or state tensor; a weight that is stored in few bits is quantised here.
 
         Raises:
             GraphError: no such tensor, or the array does not fit it.
         """
+        if name in self._weights:
+            weight = self._weights[name]
+            for part, stored in zip(weight.names, weight.pack(cast(weight.tensor, array)), strict=True):
+                self.write(part, stored)
+            return
         value = self._cast(self._held(name), array)
         if self.graph.storage_of[name] in self._layouts:
             self._store(name, value)
@@ -274,11 +294,14 @@ class Executor:
     def read(self, name: str) -> np.ndarray:
         """The logical value of a parameter, state, output or kept tensor, after everything enqueued.
 
-        What is stored as float16 is given as float32, coded state decoded.
+        What is stored as float16 is given as float32, coded state decoded, a quantised weight as kernels see it.
 
         Raises:
             GraphError: no such tensor, or its memory is reused within the step.
         """
+        if name in self._weights:
+            weight = self._weights[name]
+            return weight.unpack(*(self.read(part) for part in weight.names))
         if name in self._idle:
             value = self._idle[name].copy()
             return value.astype(np.float32) if value.dtype == np.float16 else value

@@ -85,6 +85,8 @@ class Feed:
             shapes = [graph.operand_shape(o) for o in op.operands]
             if op.kind == "gather":
                 self._bound(op.inputs[1], shapes[0][0], None, f"rows of {op.inputs[0].tensor!r}")
+            elif op.kind == "quantized_gather":
+                self._bound(op.inputs[2], shapes[0][0], None, f"rows of {op.inputs[0].tensor!r}")
             elif op.kind == "scatter_add":
                 self._bound(op.inputs[1], shapes[2][0], None, f"rows of {op.outputs[0].tensor!r}")
             elif op.kind in _TARGET_KINDS:

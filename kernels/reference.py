@@ -15,6 +15,7 @@ from kernels import convolve
 from layoutopt.errors import GraphError
 from layoutopt.expr import evaluate_expr
 from layoutopt.graph import KINDS, Op, Tensor, TrainingGraph
+from layoutopt.quantize import Format, dequantise, quantise
 
 __all__ = ["evaluate", "run"]
 
@@ -259,6 +260,42 @@ def _conv_grad_input(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: An
 def _conv_grad_weight(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
     """``dy`` against what ``conv`` read, summed over n, oh and ow."""
     return [convolve.grad_weight(x[0], x[1], shapes[0], convolve.Window.of(attrs))]
+
+
+# ---- numbers in few bits ------------------------------------------------------------------------------------------
+
+
+@_kind("quantize", "x[m,k] -> words[m,w], scales[m,g]", (2,))
+def _quantize(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """As ``layoutopt/quantize.py`` has it, in float32 whatever the type calculated in."""
+    words, scales = quantise(x[0].astype(np.float32), Format.parse(attrs["format"]))
+    return [words, scales.astype(dtype)]
+
+
+@_kind("dequantize", "words[m,w], scales[m,g] -> x[m,k]", (2, 2))
+def _dequantize(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """What the codes stand for."""
+    return [dequantise(x[0], x[1], shapes[0][1], Format.parse(attrs["format"]))]
+
+
+@_kind("quantized_gather", "words[v,w], scales[v,g], ids[n] -> y[n,d]", (2, 2, 1))
+def _quantized_gather(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """Rows of a table by id."""
+    words, scales, ids = x
+    _check_ids("ids", ids, words.shape[0])
+    rows = ids.astype(np.int64)
+    return [dequantise(words[rows], scales[rows], shapes[0][1], Format.parse(attrs["format"]))]
+
+
+@_kind("quantized_contraction", "a[m,k], words[n,w], scales[n,g], e_i[m,n]... -> c_j[m,n]...")
+def _quantized_contraction(attrs: dict[str, Any], x: Arrays, shapes: Shapes, dtype: Any) -> Arrays:
+    """``contraction`` of a with the rows that the codes stand for, transposed."""
+    if len(x) < 3 or any(operand.ndim != 2 for operand in x):
+        raise GraphError(f"inputs have shapes {[v.shape for v in x]}, expected a[m,k], words[n,w], scales[n,g]...")
+    a, words, scales, *extra = x
+    weights = dequantise(words, scales, a.shape[1], Format.parse(attrs["format"]))
+    operands = [a[None], weights.T[None], *(e[None] for e in extra)]
+    return [y[0] for y in _contraction(attrs, operands, [(1, *s) for s in shapes], dtype)]
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------

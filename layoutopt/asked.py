@@ -29,7 +29,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from layoutopt.candidates import seen_through
-from layoutopt.graph import Op, Storage, TrainingGraph
+from layoutopt.graph import PRODUCTS, Op, Storage, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.pricer import Book, Pricer
 from layoutopt.problem import Choice, StorageNode
@@ -177,7 +177,7 @@ def _tuples(book: Book, slots: Slots, lead: tuple[int, ...], limit: int) -> Iter
     uniform = list(_uniform(slots))
     further: Iterable[tuple[int, ...]]
     spec = book.spec
-    if spec.kind == "contraction":
+    if spec.kind in PRODUCTS:
         product = list(_best_product(book, slots, lead, led, limit))
         further = itertools.chain((_followed(slots, spec.inputs, lead, picks) for picks in product), product)
         limit = limit if len(lead) == len(counts) else 2 * limit

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from layoutopt.graph import Op, Operand, Storage, TrainingGraph
+from layoutopt.graph import PRODUCTS, Op, Operand, Storage, TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.view import View
 
@@ -119,6 +119,8 @@ def leading(op: Op) -> tuple[int, ...]:
     Of a contraction with an epilogue these are what it multiplies and its first output: its extra operands and further
     outputs are read and written where that one is, best in the same layout.
     """
+    if op.kind == "quantized_contraction":  # its weights lie in rows
+        return (0, len(op.inputs))
     return (0, 1, len(op.inputs)) if op.kind == "contraction" else tuple(range(len(op.operands)))
 
 
@@ -162,7 +164,7 @@ def _proposing(op: Op) -> Iterable[int]:
         return (0, 1, 2, len(op.inputs))
     if op.kind == "attention_grad":
         return (0, 1, 2, 3, 6, *range(len(op.inputs), len(op.operands)))
-    return leading(op) if op.kind == "contraction" or op.kind in CONVOLUTIONS else ()
+    return leading(op) if op.kind in PRODUCTS or op.kind in CONVOLUTIONS else ()
 
 
 def _proposes(op: Op, position: int) -> Propose:
@@ -252,6 +254,6 @@ def _full_operands(graph: TrainingGraph, op: Op, flexible: set[str]) -> list[Ope
     domain = graph.operand_shape(op.outputs[0])
     return [
         o
-        for o in op.operands[2 if "epilogue" in op.attrs else 0 :]
+        for o in op.operands[PRODUCTS.get(op.kind, 0) :]
         if o.view.is_bijective and graph.operand_shape(o) == domain and graph.storage_of[o.tensor] in flexible
     ]

@@ -37,7 +37,7 @@ def _limit(graph: TrainingGraph, name: str) -> int:
     limits = []
     for op in graph.consumers[name]:
         shapes = [graph.operand_shape(o) for o in op.inputs]
-        if op.kind == "gather" and op.inputs[1].tensor == name:
+        if op.kind in ("gather", "quantized_gather") and op.inputs[-1].tensor == name:
             limits.append(shapes[0][0])
         elif op.kind in ("nll_loss", "cross_entropy") and op.inputs[1].tensor == name:
             limits.append(shapes[0][1])

@@ -38,6 +38,11 @@ conv                  x[n,c,h,w], w[o,c/groups,kh,kw] → y[n,o,oh,ow]         `
                                                                              (pairs, h before w), ``groups``
 conv_grad_input       dy[n,o,oh,ow], w[o,c/groups,kh,kw] → dx[n,c,h,w]       as conv
 conv_grad_weight      dy[n,o,oh,ow], x[n,c,h,w] → dw[o,c/groups,kh,kw]       as conv
+quantize              x[m,k] → words[m,w], scales[m,g]                       ``format``, see below
+dequantize            words[m,w], scales[m,g] → x[m,k]                       ``format``
+quantized_gather      words[v,w], scales[v,g], ids[n] → y[n,d]               ``format``
+quantized_contraction a[m,k], words[n,w], scales[n,g], e_i[m,n]… →           ``format``; ``alpha``, ``epilogue`` as
+                      c_j[m,n]…                                              contraction
 ====================  ====================================================  =======================================
 
 A convolution is a cross-correlation, as in torch: ``y[n,o,i,j] = Σ x[n,c,i*sh + a*dh - ph,j*sw + b*dw - pw] *
@@ -56,6 +61,11 @@ outputs alias the parameter and its state.
 A contraction without ``epilogue`` has no e_i and one output, ``alpha * a·b``. With one, input 0 of the program is that
 sum, its further inputs are the e_i (a bias is seen through an expand view), and its results are the outputs: rewrites
 (``layoutopt/rewrite_epilogue.py``) make such ops of a contraction and the pointwise work on its result.
+
+Quantised numbers are rows of packed codes (int32) and scales, as ``layoutopt/quantize.py`` defines them; ``format`` is
+such a format as text (``int8``, ``nf4:64``). ``quantized_contraction`` multiplies by rows of weights: c = alpha * a·Wᵀ,
+where W[n,k] is what words and scales stand for. ``quantize`` gives a group that holds a number that is not finite a
+scale that is none.
 
 An *Expr* is a straight-line program: a tuple of instructions, each ``(op, args…)`` where an argument is a reference
 ``["x", i]`` (input i), ``["t", j]`` (instruction j) or ``["c", value]``; ``results`` lists one reference per output.
@@ -94,8 +104,11 @@ KINDS = frozenset(
         *("nll_loss", "nll_loss_grad", "cross_entropy", "cross_entropy_grad"),
         *("conv", "conv_grad_input", "conv_grad_weight"),
         *("attention", "attention_grad"),
+        *("quantize", "dequantize", "quantized_gather", "quantized_contraction"),
     }
 )
+PRODUCTS = {"contraction": 2, "quantized_contraction": 3}
+"""Kinds that sum over k and may have an epilogue, with the position of its first extra operand."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from layoutopt.budget import Makers, cuts, fit, optional_of
 from layoutopt.candidates import CONVOLUTIONS, candidates, rules_for
 from layoutopt.check import check
 from layoutopt.errors import DeviceError, GraphError, InfeasibleError, LayoutOptError
-from layoutopt.graph import DTYPES, TrainingGraph
+from layoutopt.graph import DTYPES, PRODUCTS, TrainingGraph
 from layoutopt.interrupts import requested
 from layoutopt.layout import Layout
 from layoutopt.pass_views import overwrites
@@ -56,7 +56,7 @@ AGAIN = 0.25
 
 _BY_TABLES = {**strategies.STRATEGIES, "bfs": bfs, "majority": majority, "chaindp": chaindp}
 
-_REDUCTIONS = frozenset(("contraction", "attention", "attention_grad", *CONVOLUTIONS))
+_REDUCTIONS = frozenset((*PRODUCTS, "attention", "attention_grad", *CONVOLUTIONS))
 
 
 def tabulate(
@@ -409,7 +409,7 @@ def _reductions_fed(tables: Tables) -> list[int]:
     out = [0] * len(tables.names)
     for op in graph.ops:
         if op.kind in _REDUCTIONS:
-            for operand in op.inputs[:2] if op.kind == "contraction" else op.inputs:
+            for operand in op.inputs[: PRODUCTS.get(op.kind)]:
                 storage = graph.storages[graph.storage_of[operand.tensor]]
                 if storage.role == "activation":
                     out[tables.index[storage.name]] += 1

@@ -159,7 +159,7 @@ def dequantise(words: np.ndarray, scales: np.ndarray, cols: int, fmt: Format) ->
 
     Args:
         words: int32[rows, words_per_row].
-        scales: float32[rows, groups_per_row].
+        scales: float32[rows, groups_per_row]; where they are float64, so is the result.
         cols: values in a row.
         fmt: how they are stored.
 
@@ -179,9 +179,8 @@ def dequantise(words: np.ndarray, scales: np.ndarray, cols: int, fmt: Format) ->
     words = np.ascontiguousarray(words, np.int32)
     if fmt.kind == "float32":
         return words.view(np.float32).copy()
-    codes = _unpack(words, fmt)[:, :cols]
-    values = np.take(_values(fmt), codes)
-    return values * np.repeat(scales.astype(np.float32, copy=False), fmt.group or max(cols, 1), axis=1)[:, :cols]
+    values = np.take(_values(fmt), _unpack(words, fmt)[:, :cols])
+    return values * np.repeat(scales, fmt.group or max(cols, 1), axis=1)[:, :cols]
 
 
 def _check_finite(x: np.ndarray, fmt: Format, first_row: int) -> None:

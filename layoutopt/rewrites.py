@@ -27,6 +27,7 @@ from layoutopt.rewrite_half import half_storage
 from layoutopt.rewrite_logits import overwrite_logits
 from layoutopt.rewrite_neighbours import bring_together
 from layoutopt.rewrite_pieces import in_pieces, pieces_name
+from layoutopt.rewrite_quantize import quantised_weights
 from layoutopt.rewrite_recompute import recomputed
 from layoutopt.rewrite_reuse import write_over
 from layoutopt.rewrite_updates import early_updates
@@ -75,10 +76,17 @@ FAMILIES: dict[str, tuple[str, Callable[[TrainingGraph, str], TrainingGraph]]] =
     "micro": ("recompute", _micro),
     "pieces": ("recompute", in_pieces),
     "anew": ("updates", made_anew),
+    "weights": ("", quantised_weights),
 }
-"""Rewrites with a parameter, ``NAME:PARAMETER``: by name, the rewrite before which they come, and what they do."""
+"""Rewrites with a parameter, ``NAME:PARAMETER``: by name, the rewrite before which they come ("": after all), and what
+they do."""
 
-STORAGES: dict[str, tuple[str, ...]] = {"fp32": (), "fp16": ("half",)}
+STORAGES: dict[str, tuple[str, ...]] = {
+    "fp32": (),
+    "fp16": ("half",),
+    "int8": ("weights:int8",),
+    "nf4": ("weights:nf4",),
+}
 """How numbers may lie in memory (``--storage``), and the rewrites that make it so."""
 
 ALWAYS: tuple[str, ...] = ("epilogue", "logits", "neighbours", "apply", "updates", "reuse")
@@ -140,7 +148,7 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 def before_family(names: Sequence[str], family: str) -> tuple[str, ...]:
     """Of some rewrites, those that are applied before one of a family would be."""
-    order = list(REWRITES)
+    order = [*REWRITES, ""]
     place = order.index(FAMILIES[family][0])
     firsts = {name: FAMILIES[name.partition(":")[0]][0] if ":" in name else name for name in names}
     return tuple(name for name in in_order(names) if order.index(firsts[name]) < place)
@@ -160,8 +168,9 @@ def calibration_name(graph: TrainingGraph, storage: str | None = None) -> str:
         storage: that its numbers are to lie in; as they do by default.
     """
     origin, names = origin_of(graph)
-    half = "half" in (names if storage is None else STORAGES[storage])
-    return f"{origin}:fp16" if half else origin
+    stored = names if storage is None else STORAGES[storage]
+    own = next((name for name, rewrites in STORAGES.items() if rewrites and set(rewrites) <= set(stored)), "")
+    return f"{origin}:{own}" if own else origin
 
 
 def planned_graph(plan: Plan, graph: TrainingGraph) -> TrainingGraph:

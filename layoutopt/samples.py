@@ -201,6 +201,8 @@ _RULES: dict[str, _Rule] = {
     "layer_norm_affine": _rule("mk mk m m -> k k", "", "m"),
     "gather": _rule("vd n -> nd", "nd"),
     "scatter_add": _rule("nd n -> vd", "d", "n"),
+    "quantize": _rule("mk -> mw mg", "m"),
+    "dequantize": _rule("mw mg -> mk", "m"),
     "nll_loss": _rule("nc n -> [] []", "", "n"),
     "nll_loss_grad": _rule("[] n [] -> nc", "n"),
     "cross_entropy": _rule("nc n -> [] n []", "n", "n"),

@@ -10,6 +10,7 @@ from layoutopt.graph import Op, TrainingGraph
 __all__ = ["facts", "op_bytes", "op_flops"]
 
 _PER_ELEMENT = {"softmax": 5, "log_softmax": 5, "cross_entropy": 5, "cross_entropy_grad": 5, "layer_norm": 8}
+_PER_ELEMENT |= {"quantize": 4, "dequantize": 1}
 _PER_ELEMENT |= {"softmax_grad": 4, "log_softmax_grad": 4, "layer_norm_grad": 10, "layer_norm_affine": 5}
 
 
@@ -21,6 +22,9 @@ def op_flops(graph: TrainingGraph, op: Op) -> int:
     if op.kind == "contraction":
         program = op.attrs.get("epilogue")
         return 2 * prod(shapes[0]) * shapes[1][2] + (prod(shapes[-1]) * len(program.code) if program else 0)
+    if op.kind == "quantized_contraction":
+        program = op.attrs.get("epilogue")
+        return 2 * prod(shapes[0]) * shapes[1][0] + (prod(shapes[-1]) * len(program.code) if program else 0)
     if op.kind in ("conv", "conv_grad_input", "conv_grad_weight"):
         # Each output of the forward convolution meets one window of the weight.
         weight = shapes[{"conv": 1, "conv_grad_input": 1, "conv_grad_weight": 2}[op.kind]]
@@ -33,6 +37,8 @@ def op_flops(graph: TrainingGraph, op: Op) -> int:
         return b * m * n * (2 * products + _PER_ELEMENT["softmax"] + programs)
     if op.kind == "pointwise":
         return prod(shapes[-1]) * len(op.attrs["expr"].code)
+    if op.kind == "quantized_gather":
+        return prod(shapes[3])
     if op.kind in ("reduce", "scatter_add"):
         return prod(shapes[0])
     largest = max((prod(s) for s in shapes), default=0)

@@ -12,6 +12,7 @@ from kernels.testing import Accesses, RecordedKernel
 from kernels.variants import kernels_for
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
+from layoutopt.quantize import Format, quantise
 from simulator.trace import Stream, compile_launch, stream
 from tests.kernel_cases import make_spec, padded_rows
 from tests.test_kernels_attention import ADD, forward_case, gradient_case, heads_apart, padded_panels, tiled, turned
@@ -20,6 +21,7 @@ from tests.test_kernels_convolution import Conv, inputs_of
 from tests.test_kernels_epilogue import arrays, case
 from tests.test_kernels_image import PHONE, columns
 from tests.test_kernels_pointwise import ADAM
+from tests.test_kernels_quantize import layouts_of, product
 from tests.test_kernels_rows import IGNORED, loss_cases
 from tests.test_kernels_rows import case as rows_case
 
@@ -296,6 +298,35 @@ def images() -> Iterator[Case]:
             yield Case(f"{m}x{k}x{n} {name}", spec, tuple(make(s) for s in shapes), inputs)
 
 
+def quantised_rows() -> Iterator[Case]:
+    """Rows quantised and back, and look-ups."""
+    for fmt in ("int8", "nf4:16", "int4:24"):
+        for shape in ((13, 67), (5, 48)):
+            x, ids = _normal(*shape), np.random.default_rng(1).integers(0, shape[0], 19).astype(np.int32)
+            words, scales = quantise(x, Format.parse(fmt))
+            attrs = {"format": fmt}
+            packed = make_spec("quantize", [x], [words.shape, scales.shape], attrs, ["int32", "float32"])
+            back = make_spec("dequantize", [words, scales], [shape], attrs)
+            rows_ = make_spec("quantized_gather", [words, scales, ids], [(19, shape[1])], attrs)
+            for spec, inputs, free in ((packed, [x], 0), (back, [words, scales], 2), (rows_, [words, scales, ids], 3)):
+                for name, make in MATRICES.items():
+                    layouts = tuple(make(s) if p == free else Layout.row_major(s) for p, s in enumerate(spec.shapes))
+                    yield Case(f"{spec.kind} {fmt} {shape} {name}", spec, layouts, inputs)
+
+
+def quantised_products() -> Iterator[Case]:
+    """Products with quantised weights."""
+    for fmt, shape, program in (
+        ("int8", (37, 53, 41), "plain"),
+        ("nf4:64", (12, 136, 24), "residual"),
+        ("int4:24", (13, 60, 36), "gelu"),
+        ("int8:256", (3, 300, 70), "plain"),
+    ):
+        spec, inputs = product(shape, fmt, program)
+        for name in ("row-major", "transposed", "r-tile 4x4", "column panels", "pitch"):
+            yield Case(f"{fmt} {shape} {name}", spec, tuple(layouts_of(spec, name)), inputs)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "contraction": contractions,
     "epilogue": epilogues,
@@ -308,6 +339,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "gather": gathers,
     "scatter": scatters,
     "concat": concats,
+    "quantised rows": quantised_rows,
+    "quantised product": quantised_products,
 }
 
 

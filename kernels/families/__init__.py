@@ -9,10 +9,15 @@ from kernels.families.convolution import CONVOLUTION
 from kernels.families.indexing import INDEXING
 from kernels.families.losses import LOSSES
 from kernels.families.pointwise import POINTWISE
+from kernels.families.quantize import QUANTIZE
+from kernels.families.quantized_contraction import QUANTIZED_CONTRACTION
 from kernels.families.reduce import REDUCE
 from kernels.families.rows import ROWS
 from kernels.spec import Family
 
 __all__ = ["ALL"]
 
-ALL: tuple[Family, ...] = (CONTRACTION, CONVOLUTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, ATTENTION, CONCAT, IOTA)
+ALL: tuple[Family, ...] = (
+    *(CONTRACTION, CONVOLUTION, POINTWISE, ROWS, REDUCE, INDEXING, LOSSES, ATTENTION, CONCAT, IOTA),
+    *(QUANTIZE, QUANTIZED_CONTRACTION),
+)

@@ -21,7 +21,7 @@ from kernels.families.common import math_c
 from kernels.families.contraction_code import axis_offset, piece_width
 from kernels.memory_c import CTYPES
 from kernels.spec import Kernel, OpSpec
-from layoutopt.graph import DTYPES, Expr
+from layoutopt.graph import DTYPES, PRODUCTS, Expr
 from layoutopt.layout import Layout
 
 __all__ = ["Epilogue", "Finish", "epilogue_of", "epilogue_width", "plain_finish"]
@@ -125,7 +125,12 @@ def epilogue_of(spec: OpSpec) -> Epilogue | None:
     program = spec.attr("epilogue")
     if program is None:
         return None
-    return Epilogue(program, tuple(range(2, spec.inputs)), tuple(range(spec.inputs, len(spec.shapes))), spec.dtypes)
+    return Epilogue(
+        program,
+        tuple(range(PRODUCTS[spec.kind], spec.inputs)),
+        tuple(range(spec.inputs, len(spec.shapes))),
+        spec.dtypes,
+    )
 
 
 def epilogue_width(kernel: Kernel) -> int:

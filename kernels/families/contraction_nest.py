@@ -8,7 +8,7 @@ from functools import lru_cache
 from kernels.families.contraction_epilogue import Finish
 from kernels.nest import Access, Bound, Clamp, Index, Loop, Nest, Phase, Term, at, var
 
-__all__ = ["Tiling", "any_nest", "dot_nest", "outer_nest"]
+__all__ = ["Tiling", "any_nest", "dot_nest", "outer_nest", "tile_ends"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Tiling:
 _B = var("b")
 
 
-def _ends(tiling: Tiling, finish: Finish, depth: int, whole: tuple[Bound, ...]) -> tuple[Access, ...]:
+def tile_ends(tiling: Tiling, finish: Finish, depth: int, whole: tuple[Bound, ...]) -> tuple[Access, ...]:
     """The accesses with which a register tile is finished: value by value unless ``whole``."""
     rows, widths = tiling.rows(), {width for _, width, _ in finish.accesses}
     places = {width: [(_B, r, c) for r in rows for c in tiling.cols(width)] for width in widths}
@@ -217,7 +217,7 @@ def any_nest(tiling: Tiling, positions: tuple[int, int], k: int, finish: Finish)
 def _finished(tiling: Tiling, phases: list[Phase], finish: Finish, whole: tuple[Bound, ...]) -> Nest:
     """The nest of the sums' phases and of what follows them, in vectors where the tile is ``whole``."""
     walk = tiling.walk()
-    ends = _ends(tiling, finish, len(walk), whole)
+    ends = tile_ends(tiling, finish, len(walk), whole)
     if finish.own:
         phases.append(Phase(walk, ends, finish.flops * tiling.mr * tiling.nr))
     else:

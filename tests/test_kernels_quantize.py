@@ -1,0 +1,195 @@
+"""Numbers in few bits on every device: quantising and back, look-ups, and products with quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kernels.families.quantized_contraction import QUANTIZED_CONTRACTION
+from kernels.reference import evaluate
+from kernels.runtime import devices
+from kernels.spec import DeviceLimits, OpSpec
+from kernels.testing import PreparedKernel
+from layoutopt.graph import Expr
+from layoutopt.layout import Layout
+from layoutopt.quantize import Format, quantise
+from tests.kernel_cases import GPU_LIMITS, MATRIX_LAYOUTS, check_all, kernels_of, make_spec
+from tests.test_kernels_epilogue import BIAS, GELU, RESIDUAL
+
+FORMATS = ("int8", "int8:16", "int4:64", "int4", "fp4:24", "nf4:64", "nf4")
+SIZES = ((13, 67), (5, 64), (1, 5), (37, 200))
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def rows_of(shape: tuple[int, int], fmt: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Quantised rows, one of them of zeros."""
+    x = normal(*shape, seed=seed)
+    x[shape[0] // 2] = 0
+    return quantise(x, Format.parse(fmt))
+
+
+def laid_out(spec: OpSpec, name: str, positions: tuple[int, ...]) -> list[Layout]:
+    """Row-major but for some operands."""
+    return [MATRIX_LAYOUTS[name](s) if i in positions else Layout.row_major(s) for i, s in enumerate(spec.shapes)]
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def quantize_spec(x: np.ndarray, fmt: str) -> OpSpec:
+    words, scales = quantise(x, Format.parse(fmt))
+    return make_spec("quantize", [x], [words.shape, scales.shape], {"format": fmt}, ["int32", "float32"])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_quantize(device_index: int, fmt: str) -> None:
+    for shape in SIZES:
+        x = normal(*shape) * np.float32(3)
+        x[shape[0] // 2] = 0
+        spec = quantize_spec(x, fmt)
+        for name in ("row-major", "transposed", "r-tile 4x4", "pitch"):
+            check_all(device_index, spec, laid_out(spec, name, (0,)), [x], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_dequantize_and_gather(device_index: int, fmt: str) -> None:
+    for shape in SIZES:
+        words, scales = rows_of(shape, fmt)
+        ids = np.random.default_rng(1).integers(0, shape[0], 29).astype(np.int32)
+        plain = make_spec("dequantize", [words, scales], [shape], {"format": fmt})
+        rows = make_spec("quantized_gather", [words, scales, ids], [(29, shape[1])], {"format": fmt})
+        for name in ("row-major", "transposed", "r-tile 4x4", "head"):
+            check_all(device_index, plain, laid_out(plain, name, (2,)), [words, scales], rtol=1e-6)
+            check_all(device_index, rows, laid_out(rows, name, (3,)), [words, scales, ids], rtol=1e-6)
+
+
+@pytest.mark.parametrize("fmt", ["int8:8", "nf4:64", "int4"])
+def test_a_number_that_is_none_shows_in_its_group_alone(device_index: int, fmt: str) -> None:
+    shape = 3, 96
+    group = Format.parse(fmt).group or shape[1]
+    for bad in (np.nan, np.inf, -np.inf):
+        x = normal(*shape)
+        x[1, 70] = bad
+        spec = quantize_spec(np.zeros(shape, np.float32), fmt)
+        for limits in (DeviceLimits(kind="cpu", simd_width=8), GPU_LIMITS):
+            for kernel in kernels_of(spec, laid_out(spec, "row-major", ()), limits):
+                prepared = PreparedKernel(devices()[device_index].handle, kernel, [x])
+                prepared.run()
+                _, scales = prepared.outputs()
+                expected = np.ones(scales.shape, bool)
+                expected[1, 70 // group] = False
+                np.testing.assert_array_equal(np.isfinite(scales), expected)
+
+
+# ---- products -------------------------------------------------------------------------------------------------------
+
+PROGRAMS: dict[str, tuple[Expr | None, int, int]] = {
+    "plain": (None, 0, 1),
+    "bias": (BIAS, 1, 1),
+    "gelu": (GELU, 1, 2),
+    "residual": (RESIDUAL, 2, 1),
+}
+"""Epilogue, further operands (the first a row), outputs."""
+
+
+def product(
+    shape: tuple[int, int, int], fmt: str, program: str = "plain", alpha: float = 0.5
+) -> tuple[OpSpec, list[np.ndarray]]:
+    """A product of activations and quantised weights; (m, k, n)."""
+    m, k, n = shape
+    expr, extras, outputs = PROGRAMS[program]
+    inputs = [normal(m, k), *rows_of((n, k), fmt, seed=1)]
+    inputs += [np.broadcast_to(normal(1, n, seed=2), (m, n)), normal(m, n, seed=3)][:extras]
+    attrs = {"format": fmt, "alpha": alpha} | ({"epilogue": expr} if expr else {})
+    return make_spec("quantized_contraction", inputs, [(m, n)] * outputs, attrs), inputs
+
+
+def layouts_of(spec: OpSpec, name: str) -> list[Layout]:
+    """Activations laid out so; weights by rows, a bias as a row that is broadcast."""
+    return [
+        Layout.row_major(s)
+        if i in (1, 2)
+        else Layout.row_major((1, s[1])).expand(s)
+        if i == 3 < spec.inputs
+        else MATRIX_LAYOUTS[name](s)
+        for i, s in enumerate(spec.shapes)
+    ]
+
+
+def check_product(device_index: int, spec: OpSpec, layouts: list[Layout], inputs: list[np.ndarray]) -> set[str]:
+    return check_all(device_index, spec, layouts, inputs, rtol=2e-5)
+
+
+@pytest.mark.parametrize("fmt", ["int8", "nf4:64", "int4:24", "fp4:8", "int8:256"])
+@pytest.mark.parametrize("shape", [(37, 53, 41), (16, 64, 32), (3, 300, 70), (1, 130, 5), (65, 8, 2)])
+def test_products_of_odd_sizes(device_index: int, shape: tuple[int, int, int], fmt: str) -> None:
+    spec, inputs = product(shape, fmt)
+    check_product(device_index, spec, layouts_of(spec, "row-major"), inputs)
+
+
+@pytest.mark.parametrize("name", [name for name in MATRIX_LAYOUTS if name != "row-major"])
+def test_any_layout_of_the_activations(device_index: int, name: str) -> None:
+    for fmt, shape in (("int8", (37, 53, 41)), ("nf4:64", (20, 144, 48))):
+        spec, inputs = product(shape, fmt)
+        check_product(device_index, spec, layouts_of(spec, name), inputs)
+        mixed = layouts_of(spec, name)[:-1] + layouts_of(spec, "row-major")[-1:]
+        check_product(device_index, spec, mixed, inputs)
+
+
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "plain"])
+@pytest.mark.parametrize("name", ["row-major", "r-tile 4x4", "transposed"])
+def test_epilogues(device_index: int, program: str, name: str) -> None:
+    for fmt, shape in (("int8", (37, 53, 41)), ("nf4:64", (16, 128, 64))):
+        spec, inputs = product(shape, fmt, program)
+        check_product(device_index, spec, layouts_of(spec, name), inputs)
+
+
+def test_weights_in_another_layout(device_index: int) -> None:
+    """Words by columns, as vectors would like them; nothing proposes it, and it is right."""
+    for fmt in ("int8", "nf4:64"):
+        spec, inputs = product((21, 144, 40), fmt)
+        layouts = layouts_of(spec, "row-major")
+        layouts[1], layouts[2] = (Layout.row_major(spec.shapes[i], (1, 0)) for i in (1, 2))
+        check_product(device_index, spec, layouts, inputs)
+
+
+def test_blocks_of_k(device_index: int) -> None:
+    """Several blocks, groups of a block and blocks of a group, with and without a rest."""
+    for fmt in ("nf4:64", "int8:512", "int8", "int4:40", "int8:136"):
+        for k in (520, 512, 137):
+            spec, inputs = product((19, k, 24), fmt)
+            check_product(device_index, spec, layouts_of(spec, "row-major"), inputs)
+
+
+def variants(shape: tuple[int, int, int], fmt: str) -> Iterator[tuple[DeviceLimits, dict[str, int]]]:
+    spec, _ = product(shape, fmt)
+    for limits in (DeviceLimits(kind="cpu", simd_width=16), DeviceLimits(kind="cpu", simd_width=4), GPU_LIMITS):
+        for variant in QUANTIZED_CONTRACTION.variants(spec, limits):
+            yield limits, dict(variant.params)
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 2), (512, 384, 1536), (16, 5, 40), (200, 4096, 11008)])
+def test_what_variants_take(shape: tuple[int, int, int]) -> None:
+    for fmt in ("int8", "nf4:64", "int8:136", "int4:512"):
+        kinds = set()
+        for limits, p in variants(shape, fmt):
+            kinds.add(limits.kind)
+            group = Format.parse(fmt).group or p["kb"]
+            assert p["kb"] % 8 == 0
+            assert p["kb"] % group == 0 or group % p["kb"] == 0 or p["kb"] >= shape[1]
+            assert p["gr"] * p["gc"] <= limits.max_work_group_size
+            assert p["gr"] * p["gc"] == 1 or p["kb"] * p["gc"] * p["nv"] * 16 <= limits.local_mem_bytes
+            assert p["mr"] * p["t"] < 2 * max(shape[0], 256)
+        assert kinds == {"cpu", "gpu"}
+
+
+def test_the_reference_multiplies_by_what_the_codes_stand_for() -> None:
+    spec, (a, words, scales, bias) = product((4, 70, 6), "nf4:64", "bias", alpha=2.0)
+    (weights,) = evaluate("dequantize", {"format": "nf4:64"}, [words, scales], [(6, 70)])
+    (got,) = evaluate(spec.kind, dict(spec.attrs), [a, words, scales, bias], [(4, 6)])
+    np.testing.assert_allclose(got, 2.0 * a.astype(np.float64) @ weights.T + bias, rtol=1e-12)
