@@ -3,7 +3,7 @@
 ``make_keys`` writes a folder::
 
     ca.key, ca.pem            the authority; its key makes certificates and belongs on no server and no device
-    server/                   for the server: server.key, server.pem, ca.pem, devices.json (a hash of each device's token)
+    server/                   for the server: server.key, server.pem, ca.pem, devices.json (hashes of tokens)
     devices/NAME/             for the device NAME: device.key, device.pem, ca.pem, token
 
 A device proves who it is twice: by a certificate whose only name is its own, and by its token, of which the server has

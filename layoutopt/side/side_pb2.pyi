@@ -46,7 +46,7 @@ class Open(_message.Message):
     def __init__(self, version: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., head: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("model", "graph", "width", "taps", "format", "tokens", "seq", "batch", "classes", "mode", "rank", "optimizer", "lr", "weight_decay", "schedule", "warmup", "steps", "seed")
+    __slots__ = ("model", "graph", "width", "taps", "format", "tokens", "seq", "batch", "classes", "mode", "pooling", "pooler", "rank", "gate", "optimizer", "lr", "weight_decay", "schedule", "warmup", "steps", "seed")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     GRAPH_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -57,7 +57,10 @@ class Task(_message.Message):
     BATCH_FIELD_NUMBER: _ClassVar[int]
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    POOLER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     LR_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
@@ -75,7 +78,10 @@ class Task(_message.Message):
     batch: int
     classes: int
     mode: str
+    pooling: str
+    pooler: bool
     rank: int
+    gate: float
     optimizer: str
     lr: float
     weight_decay: float
@@ -83,7 +89,7 @@ class Task(_message.Message):
     warmup: int
     steps: int
     seed: int
-    def __init__(self, model: _Optional[str] = ..., graph: _Optional[str] = ..., width: _Optional[int] = ..., taps: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., tokens: _Optional[str] = ..., seq: _Optional[int] = ..., batch: _Optional[int] = ..., classes: _Optional[int] = ..., mode: _Optional[str] = ..., rank: _Optional[int] = ..., optimizer: _Optional[str] = ..., lr: _Optional[float] = ..., weight_decay: _Optional[float] = ..., schedule: _Optional[str] = ..., warmup: _Optional[int] = ..., steps: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., graph: _Optional[str] = ..., width: _Optional[int] = ..., taps: _Optional[_Iterable[str]] = ..., format: _Optional[str] = ..., tokens: _Optional[str] = ..., seq: _Optional[int] = ..., batch: _Optional[int] = ..., classes: _Optional[int] = ..., mode: _Optional[str] = ..., pooling: _Optional[str] = ..., pooler: _Optional[bool] = ..., rank: _Optional[int] = ..., gate: _Optional[float] = ..., optimizer: _Optional[str] = ..., lr: _Optional[float] = ..., weight_decay: _Optional[float] = ..., schedule: _Optional[str] = ..., warmup: _Optional[int] = ..., steps: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("name", "shape", "data")
