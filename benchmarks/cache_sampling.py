@@ -1,7 +1,7 @@
 """Sampled simulations of a step against the full one: what is saved, how far off it is, and how far it says it is.
 
     python benchmarks/cache_sampling.py [--model NAME]... [--device-model NAME]... [--strategy S] [--seeds N]
-                                        [--max-accesses N] [--json FILE] [--smoke]
+                                        [--max-accesses N] [--time-limit S] [--json FILE] [--smoke]
 
 A model is planned by one strategy for a device and simulated whole, every access of every step, and then from samples
 with so many seeds. Per counter: the mean error over seeds (what all samples share: run-up and warming), the largest,
@@ -11,17 +11,14 @@ process, compiled code warm. Misses and bytes are the simulator's, not a device'
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.recording import Record
-from benchmarks.reduced import reduced_graph
+from benchmarks.studies import ended, study_all, study_parser
 from costmodel.device import DeviceModel, load
-from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_plan
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
@@ -51,7 +48,7 @@ def timed(graph: TrainingGraph, plan: Plan, model: DeviceModel, **how: Any) -> t
 
 
 def study(
-    graph: TrainingGraph, device: str, strategy: str, seeds: int, max_accesses: float, limit_s: float = 60.0
+    graph: TrainingGraph, device: str, strategy: str, seeds: int, max_accesses: float, limit_s: float
 ) -> dict[str, Any]:
     """Full against sampled simulation of one plan."""
     model = load(device)
@@ -74,8 +71,6 @@ def study(
         }
     sampled_s = statistics.median(seconds for _, seconds in sampled)
     return {
-        "model": graph.name,
-        "device": device,
         "strategy": strategy,
         "steps": len(full.by_step),
         "steps_walked": sampled[0][0].steps_walked,
@@ -104,32 +99,22 @@ def print_study(row: dict[str, Any]) -> None:
 
 def main() -> int:
     """Study every model on every device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="as benchmarks/reduced.py takes them; repeatable")
-    parser.add_argument("--device-model", action="append", help="repeatable")
-    parser.add_argument("--strategy", default="greedy")
+    parser = study_parser(__doc__, "the smallest model on one device", 60.0, "greedy")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--max-accesses", type=float, default=2_000_000)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="the smallest model on one device")
     args = parser.parse_args()
     models, devices = args.model or MODELS, args.device_model or DEVICES
     if args.smoke:
         models, devices, args.seeds, args.max_accesses = ("vit-digits",), ("adreno-740",), 2, 20_000
-    rows: list[dict[str, Any]] = []
-    try:
-        record = Record(args.json, "cache_sampling", max_accesses=args.max_accesses)
-        for name in models:
-            graph = reduced_graph(name)
-            for device in devices:
-                rows.append(study(graph, device, args.strategy, args.seeds, args.max_accesses))
-                print_study(rows[-1])
-                record.write({"rows": rows})
-    except LayoutOptError as error:
-        print(f"cache_sampling: {error}", file=sys.stderr)
-        return 2
+
+    def study_of(graph: TrainingGraph, device: str) -> dict[str, Any]:
+        return study(graph, device, args.strategy, args.seeds, args.max_accesses, args.time_limit)
+
+    study_all(
+        models, devices, study_of, print_study, Record(args.json, "cache_sampling", max_accesses=args.max_accesses)
+    )
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("cache_sampling", main))

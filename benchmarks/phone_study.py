@@ -1,6 +1,6 @@
 """What layouts do to the memory of phones: the paper's models under mobile runtimes' layouts and under ours, simulated.
 
-    python benchmarks/phone_study.py [MODEL…] [--device-model NAME]… [--strategies a,b,…] [--time-limit S]
+    python benchmarks/phone_study.py [--model MODEL]… [--device-model NAME]… [--strategies a,b,…] [--time-limit S]
                                      [--max-accesses N] [--json FILE] [--smoke]
 
 MODEL as ``benchmarks/reduced.py`` takes them; by default models at full width with one or two of their blocks, which
@@ -18,17 +18,15 @@ numbers are models of public facts.
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from benchmarks.recording import Record
-from benchmarks.reduced import reduced_graph
+from benchmarks.studies import ended, study_all, study_parser
 from costmodel.device import DeviceModel, load
-from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_all
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
@@ -74,12 +72,14 @@ def described(graph: TrainingGraph, plan: Plan, model: DeviceModel, max_accesses
     }
 
 
-def study(name: str, device: str, args: argparse.Namespace) -> dict[str, Any]:
+def study(
+    graph: TrainingGraph, device: str, strategies: Sequence[str], limit_s: float, max_accesses: float
+) -> dict[str, Any]:
     """Every strategy's plan of a model on a device."""
-    graph, model = reduced_graph(name), roomy(load(device))
-    plans = solve_all(graph, model, args.strategies, time_limit_s=args.time_limit)
-    rows = [described(graph, plans[strategy], model, args.max_accesses) for strategy in args.strategies]
-    return {"model": name, "device": device, "ops": len(graph.ops), "plans": rows}
+    model = roomy(load(device))
+    plans = solve_all(graph, model, strategies, time_limit_s=limit_s)
+    rows = [described(graph, plans[strategy], model, max_accesses) for strategy in strategies]
+    return {"ops": len(graph.ops), "plans": rows}
 
 
 def figures(row: dict[str, Any]) -> dict[str, float]:
@@ -123,35 +123,23 @@ def summary(rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     """Study every model on every device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--device-model", action="append", help="repeatable")
+    parser = study_parser(__doc__, "a small step, two strategies", 30.0)
     parser.add_argument(
         "--strategies", default=",".join(STRATEGIES), help="the first is what the others are set against"
     )
-    parser.add_argument("--time-limit", type=float, default=30.0)
     parser.add_argument("--max-accesses", type=float, default=500_000)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="a small step, two strategies")
     args = parser.parse_args()
-    devices = args.device_model or DEVICES
+    models, devices, strategies = args.model or MODELS, args.device_model or DEVICES, args.strategies.split(",")
     if args.smoke:
-        args.models, devices, args.strategies = ["bert-tiny/1@2x5"], ("immortalis-g925",), "greedy,tflite"
-    args.strategies = args.strategies.split(",")
-    rows: list[dict[str, Any]] = []
-    try:
-        record = Record(args.json, "phone_study", strategies=args.strategies, max_accesses=args.max_accesses)
-        for name in args.models:
-            for device in devices:
-                rows.append(study(name, device, args))
-                show(rows[-1])
-                record.write({"rows": rows})
-    except LayoutOptError as error:
-        print(f"phone_study: {error}", file=sys.stderr)
-        return 2
-    summary(rows)
+        models, devices, strategies = ("bert-tiny/1@2x5",), ("immortalis-g925",), ["greedy", "tflite"]
+
+    def study_of(graph: TrainingGraph, device: str) -> dict[str, Any]:
+        return study(graph, device, strategies, args.time_limit, args.max_accesses)
+
+    record = Record(args.json, "phone_study", strategies=strategies, max_accesses=args.max_accesses)
+    summary(study_all(models, devices, study_of, show, record))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("phone_study", main))

@@ -10,17 +10,14 @@ Nothing here ran on a phone: all numbers are models of public facts.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.recording import Record
-from benchmarks.reduced import reduced_graph
+from benchmarks.studies import ended, study_all, study_parser
 from costmodel.device import DeviceModel, load
 from kernels.bind import bind
-from layoutopt.errors import LayoutOptError
 from layoutopt.facade import costs_of, solve_plan
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import Plan
@@ -76,8 +73,6 @@ def study(graph: TrainingGraph, device: str, strategy: str, limit_s: float) -> d
     differ = changed(plans["model"], plans["simulated"])
     shared = set(plans["model"].layouts) & set(plans["simulated"].layouts)
     return {
-        "model": graph.name,
-        "device": device,
         "strategy": strategy,
         "plan_s": seconds,
         "storages": len(shared),
@@ -111,31 +106,17 @@ def print_study(row: dict[str, Any]) -> None:
 
 def main() -> int:
     """Study every model on every device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="as benchmarks/reduced.py takes them; repeatable")
-    parser.add_argument("--device-model", action="append", help="repeatable")
-    parser.add_argument("--strategy", default="ilp")
-    parser.add_argument("--time-limit", type=float, default=60.0)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="a step of two layers, not solved exactly")
-    args = parser.parse_args()
+    args = study_parser(__doc__, "a step of two layers, not solved exactly", 60.0, "ilp").parse_args()
     models, devices = args.model or MODELS, args.device_model or DEVICES
     if args.smoke:
         models, devices, args.strategy = ("bert-tiny/1@2x5",), ("immortalis-g925",), "greedy"
-    rows: list[dict[str, Any]] = []
-    try:
-        record = Record(args.json, "simulated_costs", strategy=args.strategy)
-        for name in models:
-            graph = reduced_graph(name)
-            for device in devices:
-                rows.append(study(graph, device, args.strategy, args.time_limit))
-                print_study(rows[-1])
-                record.write({"rows": rows})
-    except LayoutOptError as error:
-        print(f"simulated_costs: {error}", file=sys.stderr)
-        return 2
+
+    def study_of(graph: TrainingGraph, device: str) -> dict[str, Any]:
+        return study(graph, device, args.strategy, args.time_limit)
+
+    study_all(models, devices, study_of, print_study, Record(args.json, "simulated_costs", strategy=args.strategy))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended("simulated_costs", main))

@@ -111,7 +111,7 @@ class SimulatedCosts(CostModel):
         near = far = 0.0
         for launch in kernel.launches:
             found = self._begun(caches, kernel, launch, ids)
-            lines, read, written = found[1], found[-2], found[-1]
+            lines, read, written = found[1], found[caches.columns.read], found[caches.columns.written]
             stored = sum(kernel.buffer_bytes(position) for position in _stored(launch))
             busy = busy_units(launch.nest.groups, self.machine.compute_units)
             near += lines * self._unit_bytes(caches, launch) / busy

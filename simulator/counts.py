@@ -10,15 +10,62 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["NORMAL_95", "Counts", "Estimate", "row_width"]
+__all__ = ["NORMAL_95", "Columns", "Counts", "Estimate"]
 
 NORMAL_95 = 1.96
 """Standard errors within which nineteen in twenty lie: sums over many launches are near normal."""
 
 
-def row_width(levels: int) -> int:
-    """Columns of the walker's counters: instructions, lines, bytes, hits and misses per level, memory read, written."""
-    return 3 + 2 * levels + 2
+@dataclass(frozen=True)
+class Columns:
+    """Where the walker's counters are in a row: instructions, lines and bytes asked for, then all that a hierarchy
+    counts (``simulator.cache.line_access``).
+
+    Attributes:
+        levels: of the hierarchy.
+    """
+
+    levels: int
+
+    @property
+    def width(self) -> int:
+        """Of a row."""
+        return 3 + 5 * self.levels + 4
+
+    @property
+    def hits(self) -> slice:
+        """Per level."""
+        return slice(3, self.read, 2)
+
+    @property
+    def misses(self) -> slice:
+        """Per level."""
+        return slice(4, self.read, 2)
+
+    @property
+    def read(self) -> int:
+        """Bytes read from memory."""
+        return 3 + 2 * self.levels
+
+    @property
+    def written(self) -> int:
+        """Bytes written to it."""
+        return self.read + 1
+
+    @property
+    def rows(self) -> slice:
+        """Memory accesses that find their row open, and those that do not."""
+        return slice(self.read + 2, self.read + 4)
+
+    @property
+    def line_misses(self) -> slice:
+        """Per level, for want of the line rather than of a sector."""
+        return slice(self.read + 4, None, 3)
+
+    @property
+    def write_backs(self) -> slice:
+        """Per level, sectors written back to it."""
+        return slice(self.read + 5, None, 3)
 
 
 @dataclass(frozen=True)
@@ -37,6 +84,10 @@ class Counts:
             nothing was sampled.
         memory_read_95: half width of that of ``memory_read_bytes``.
         memory_written_95: half width of that of ``memory_written_bytes``.
+        line_misses: per level, of the misses those for want of the line rather than of a sector of it.
+        write_backs: per level, sectors (lines where there are none) that nearer levels write back to it.
+        row_hits: memory accesses that find their row open in its bank, where the device model states rows.
+        row_misses: those that do not.
     """
 
     accesses: float
@@ -49,22 +100,28 @@ class Counts:
     misses_95: tuple[float, ...] = ()
     memory_read_95: float = 0.0
     memory_written_95: float = 0.0
+    line_misses: tuple[float, ...] = ()
+    write_backs: tuple[float, ...] = ()
+    row_hits: float = 0.0
+    row_misses: float = 0.0
 
     @staticmethod
     def of(row: np.ndarray, variance: np.ndarray | None = None) -> Counts:
-        """From the walker's counters [3 + 2 * levels + 2] and their variances."""
+        """From the walker's counters [``Columns.width``] and their variances."""
+        at = Columns((row.size - 7) // 5)
         half = np.zeros(row.shape) if variance is None else NORMAL_95 * np.sqrt(variance)
         return Counts(
-            float(row[0]),
-            float(row[1]),
-            float(row[2]),
-            _floats(row[3:-2:2]),
-            _floats(row[4:-2:2]),
-            float(row[-2]),
-            float(row[-1]),
-            _floats(half[4:-2:2]),
-            float(half[-2]),
-            float(half[-1]),
+            *(float(x) for x in row[:3]),
+            _floats(row[at.hits]),
+            _floats(row[at.misses]),
+            float(row[at.read]),
+            float(row[at.written]),
+            _floats(half[at.misses]),
+            float(half[at.read]),
+            float(half[at.written]),
+            _floats(row[at.line_misses]),
+            _floats(row[at.write_backs]),
+            *(float(x) for x in row[at.rows]),
         )
 
     @property

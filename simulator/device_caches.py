@@ -10,7 +10,7 @@ from costmodel.device import DeviceModel
 from kernels.spec import Kernel, Launch
 from layoutopt.errors import DeviceError
 from simulator.cache import Hierarchy, Level, State
-from simulator.counts import Estimate, row_width
+from simulator.counts import Columns, Estimate
 from simulator.sampling import extrapolated, planned_stretches
 from simulator.trace import Schedule, TexelBlock, Walk, compile_launch, walk
 from simulator.warming import ENOUGH, Box, latest, warm
@@ -99,10 +99,10 @@ class Caches:
     def __init__(self, model: DeviceModel, images: bool) -> None:
         self.hierarchy = hierarchy_of(model, images)
         self.wave = model.limits.simd_width if model.limits.kind == "gpu" else 1
-        self.width = row_width(len(self.hierarchy.levels))
+        self.columns = Columns(len(self.hierarchy.levels))
         self.model = model
         self._state: State = self.hierarchy.state()
-        self._scratch = np.zeros(self.width - 3, dtype=np.int64)
+        self._scratch = np.zeros(self.columns.width - 3, dtype=np.int64)
 
     def clear(self) -> None:
         """Forget what was in them."""
@@ -152,7 +152,9 @@ class Caches:
         for stretch in stretches:
             pushed_out = skip(at, stretch.run_up)
             if at == head.last:  # what the launches before had stored and not yet written back
-                first[:, -1] += (pushed_out * first[:, 1] / max(first[:, 1].sum(), 1)).astype(np.int64)
+                first[:, self.columns.written] += (pushed_out * first[:, 1] / max(first[:, 1].sum(), 1)).astype(
+                    np.int64
+                )
             self.walked(launch, addresses, stretch.run_up, stretch.first)
             found.append(self.walked(launch, addresses, stretch.first, stretch.last))
             at = stretch.last
@@ -162,7 +164,7 @@ class Caches:
 
     def walked(self, launch: Walk, addresses: np.ndarray, first: int, last: int) -> np.ndarray:
         """Counters [operands, columns] of work groups ``first`` to ``last`` (excluded) of a launch."""
-        counts = np.zeros((addresses.size, self.width), dtype=np.int64)
+        counts = np.zeros((addresses.size, self.columns.width), dtype=np.int64)
         if last > first:
             schedule = schedule_of(self.model, launch.items)
             walk(launch, self._state, addresses, counts, first, last, self.hierarchy.cores, self.wave, schedule)
@@ -194,7 +196,7 @@ class Caches:
             boxes = latest(kernel, launch, first, last, capacity, outer.line_bytes)
             found.append((addresses, boxes))
             capacity -= sum(box.lines for box in boxes)
-        before = self._scratch[-1]
+        before = self._written_uncounted
         for addresses, boxes in reversed(found):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
         # Beyond what the cache holds, the lines that go are those that came just now.
@@ -204,7 +206,7 @@ class Caches:
         holds = outer.size_bytes // outer.line_bytes
         again = max(min(lines, int(ENOUGH * holds)) - holds, 0) * stored * outer.line_bytes
         # Where less than the cache is touched, what was there goes bit by bit, and the stretches see it go.
-        pushed_out = max(float(self._scratch[-1] - before) - again, 0.0) if lines >= holds else 0.0
+        pushed_out = max(float(self._written_uncounted - before) - again, 0.0) if lines >= holds else 0.0
         own = self._large_private
         if own is None or not found or self.hierarchy.cores > _MOST_WARMED:
             return pushed_out
@@ -215,6 +217,11 @@ class Caches:
         for core in range(self.hierarchy.cores):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch, core)
         return pushed_out
+
+    @property
+    def _written_uncounted(self) -> int:
+        """Bytes written to memory for groups that were not walked."""
+        return int(self._scratch[self.columns.written - 3])
 
     @property
     def _large_private(self) -> Level | None:

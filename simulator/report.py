@@ -90,10 +90,33 @@ def print_report(report: CacheReport, top: int) -> None:
     phases = [["step", *_cells(report.total)]] + [[name, *_cells(c)] for name, c in report.by_phase.items()]
     table(["", *head], phases)
     _print_error(report)
+    _print_beyond(report, top)
     for title, group in (("tensor", report.by_tensor), ("op", report.by_step)):
         ranked = sorted(group.items(), key=lambda item: -item[1].misses[-1])[:top]
         table([f"{title} (most {report.levels[-1]} misses)", *head], [[name, *_cells(c)] for name, c in ranked])
     _print_sources(report, top)
+
+
+def _print_beyond(report: CacheReport, top: int) -> None:
+    """What is behind the misses, of the step, its phases and the ops with most traffic to memory: whether a level lacks
+    the line or a sector of it, what is written back to it, how often memory finds a row open.
+    """
+    total = report.total
+    sectored = [i for i, own in enumerate(total.line_misses) if own != total.misses[i]]
+    returned = [i for i, own in enumerate(total.write_backs) if own]
+    rows_known = bool(total.row_hits + total.row_misses)
+    head = [f"{report.levels[i]} line misses" for i in sectored] + [f"{report.levels[i]} write-backs" for i in returned]
+    head += ["memory accesses", "open row %"] * rows_known
+    if not head:
+        return
+    ranked = sorted(report.by_step.items(), key=lambda item: -item[1].memory_bytes)[:top]
+    rows = []
+    for name, own in (("step", total), *report.by_phase.items(), *ranked):
+        cells = [f"{own.line_misses[i]:.4g}" for i in sectored] + [f"{own.write_backs[i]:.4g}" for i in returned]
+        asked = own.row_hits + own.row_misses
+        cells += [f"{asked:.4g}", f"{100 * own.row_hits / asked:.1f}" if asked else "-"] * rows_known
+        rows.append([name, *cells])
+    table(["behind the misses (ops: most memory traffic)", *head], rows)
 
 
 def _print_error(report: CacheReport) -> None:

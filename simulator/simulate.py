@@ -204,7 +204,7 @@ def _report(
     guesses, by_step, by_tensor, by_phase, total = {}, _Sums(), _Sums(), _Sums(), _Sums()
     for key, members in classes.items():
         guesses[key], variance = spread_class([e for n in members if (e := found[n]) is not None], len(members))
-        nothing = np.zeros(caches.width)
+        nothing = np.zeros(caches.columns.width)
         total.add("", nothing, variance)
         by_phase.add(key[0], nothing, variance)
     operands = []
@@ -213,7 +213,7 @@ def _report(
     for step, key, own in zip(steps, keys, found, strict=True):
         estimate = own or guesses[key]
         row = estimate.total
-        nothing = np.zeros(caches.width)
+        nothing = np.zeros(caches.columns.width)
         total.add("", row, nothing)
         by_phase.add(step.phase, row, nothing)
         by_step.add(step.label, row, estimate.total_variance)
@@ -226,7 +226,7 @@ def _report(
             operands.append(_operand(step, position, group, Counts.of(one, variance)))
     return CacheReport(
         tuple(level.name for level in caches.hierarchy.levels),
-        total.counts()[""] if steps else Counts.of(np.zeros(caches.width)),
+        total.counts()[""] if steps else Counts.of(np.zeros(caches.columns.width)),
         by_step.counts(),
         by_tensor.counts(),
         _in_order(by_phase.counts(), [step.phase for step in steps]),

@@ -87,7 +87,7 @@ def walk(
         launch: the flattened launch.
         state: caches, updated.
         addresses: byte address of each operand's allocation, by operand position.
-        counts: int64 [operands, 3 + 2 * levels + 2], increased: instructions, lines, bytes asked for, then the
+        counts: int64 [operands, 3 + 2 * levels + 2 or more], increased: instructions, lines, bytes asked for, then the
             hierarchy's counters (see ``line_access``). A vector counts as an instruction per contiguous piece.
         first: first group.
         last: end of the groups.

@@ -20,7 +20,7 @@ from layoutopt.models import shipped
 from layoutopt.passes import run_passes
 from layoutopt.plan import Plan
 from simulator.counts import NORMAL_95, Counts, Estimate
-from simulator.report import ratios, sources
+from simulator.report import print_report, ratios, sources
 from simulator.sampling import Sampling, chosen_members, extrapolated, planned_stretches, spread_class
 from simulator.simulate import CacheReport, simulate
 from simulator.warming import box_lines, latest, touched
@@ -68,6 +68,24 @@ class TestReport:
                 assert sum(c.misses[level] for c in counts) == report.total.misses[level]
         assert not any(report.total.misses_95)
         assert list(report.by_phase) == [p for p in ("forward", "loss", "backward", "update") if p in report.by_phase]
+
+    def test_what_is_behind_the_misses(self, full: CacheReport, capsys: pytest.CaptureFixture[str]) -> None:
+        """Rows of memory, lines and sectors, write-backs: counted per op and tensor, and adding up."""
+        total = full.total
+        assert all(lines <= misses for lines, misses in zip(total.line_misses, total.misses, strict=True))
+        assert total.write_backs[0] == 0.0, "nothing is nearer than the first level"
+        assert total.write_backs[-1] > 0
+        line = LINE
+        # Each access to memory is one line: fetched, or written back.
+        assert total.row_hits + total.row_misses == total.memory_bytes / line
+        assert total.row_hits > 0
+        for group in (full.by_step, full.by_tensor, full.by_phase):
+            assert sum(c.row_hits for c in group.values()) == total.row_hits
+            assert sum(c.write_backs[-1] for c in group.values()) == total.write_backs[-1]
+        print_report(full, 3)
+        printed = capsys.readouterr().out
+        assert "L2 write-backs" in printed
+        assert "open row %" in printed
 
     def test_sources_are_merged_over_repeated_blocks_and_ranked(self, digits, plan, model) -> None:
         report = simulate(digits, plan, model)
@@ -231,6 +249,8 @@ class TestWarming:
 
 
 def test_counts_of_nothing_sampled_are_certain() -> None:
-    counts = Counts.of(np.arange(9))
+    counts = Counts.of(np.arange(17))
     assert counts.misses_95 == (0.0, 0.0)
     assert (counts.hits, counts.misses, counts.memory_bytes) == ((3.0, 5.0), (4.0, 6.0), 15.0)
+    assert (counts.row_hits, counts.row_misses) == (9.0, 10.0)
+    assert (counts.line_misses, counts.write_backs) == ((11.0, 14.0), (12.0, 15.0))
