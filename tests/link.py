@@ -57,7 +57,7 @@ class Link:
         self._passes = asyncio.Event()
         self._refusing = False
         self._open: set[tuple[asyncio.StreamWriter, asyncio.StreamWriter]] = set()
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.StreamWriter] = set()
         self.connections = 0
         self._loop = asyncio.new_event_loop()
         started = threading.Event()
@@ -102,7 +102,7 @@ class Link:
 
     def close(self) -> None:
         """End it."""
-        self._do(self._cut)
+        self._do(lambda: [_reset(end) for end in self._ends])
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -158,15 +158,15 @@ class Link:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
             end.transport.set_write_buffer_limits(BUFFER_BYTES)
         self._open.add(ends)
+        self._ends.update(ends)
         pumps = [
             asyncio.create_task(self._pump(reader, far_writer, self._ways[0], self.up, ends)),
             asyncio.create_task(self._pump(far_reader, writer, self._ways[1], self.down, ends)),
         ]
-        self._pumps.update(pumps)
         await asyncio.wait(pumps)
-        self._pumps.difference_update(pumps)
         if ends in self._open:
             self._open.discard(ends)
+            self._ends.difference_update(ends)
             for end in ends:
                 end.close()
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.side import wire
-from layoutopt.side.address import is_loopback, split_address
+from layoutopt.side.address import check_reach
 from layoutopt.side.keys import DeviceKeys, check_name
 from layoutopt.side.needs import need
 from layoutopt.side.sampling import Activations, Arrays, Sampling
@@ -55,15 +55,11 @@ class Remote:
     tls: bool = True
 
     def __post_init__(self) -> None:
-        host, _ = split_address(self.address)
         check_name(self.device)
         if self.keys is not None and self.keys.name != self.device:
             raise LayoutOptError(f"these keys are of device {self.keys.name}, not of {self.device}: leave the name out")
-        if not (self.keys is not None and self.tls) and not self.insecure and not is_loopback(host):
-            raise LayoutOptError(
-                f"without keys nothing is sent to another machine, got {self.address}: give --keys DIR/devices/NAME "
-                "(see `layoutopt side keys`), or --insecure if everyone on the way may read and change what is sent"
-            )
+        encrypted = self.keys is not None and self.tls
+        check_reach(self.address, encrypted=encrypted, insecure=self.insecure, keys="DIR/devices/NAME")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.side import wire
-from layoutopt.side.address import is_loopback, split_address
+from layoutopt.side.address import check_reach, split_address
 from layoutopt.side.keys import ServerKeys, certificate_names, check_name
 from layoutopt.side.link import Link, Refusals, printable
 from layoutopt.side.needs import need
@@ -123,11 +123,7 @@ class Service:
             LayoutOptError: plaintext would leave this machine, or the address is bad or taken.
         """
         host, port = split_address(address)
-        if not self._tls and not insecure and not is_loopback(host):
-            raise LayoutOptError(
-                f"without keys the server listens on this machine alone, got {address}: give --keys DIR/server (see "
-                "`layoutopt side keys`), or --insecure if everyone on the way may read and change what is sent"
-            )
+        check_reach(address, encrypted=self._tls, insecure=insecure, keys="DIR/server")
         grpc = need("grpc", "side-tuning")
         aio = need("grpc.aio", "side-tuning")
         handler = grpc.stream_stream_rpc_method_handler(self._train)
