@@ -21,7 +21,7 @@ from typing import Any
 from layoutopt.errors import LayoutOptError
 from layoutopt.sweep import Row, Task, refusal, solve
 
-__all__ = ["local", "on_ray"]
+__all__ = ["join_cluster", "local", "on_ray"]
 
 Done = tuple[int, Row, bytes | None]
 
@@ -98,21 +98,38 @@ def on_ray(tasks: Sequence[Task], workers: int | None, address: str | None) -> I
     Raises:
         LayoutOptError: ray is not installed, or the cluster cannot be reached.
     """
+    ray = join_cluster(address, workers)
+    try:
+        yield from _ray_tasks(ray, tasks, workers or max(int(ray.cluster_resources().get("CPU", 1)), 1))
+    finally:
+        ray.shutdown()
+
+
+def join_cluster(address: str | None, slots: int | None) -> Any:
+    """Connect to a Ray cluster.
+
+    Args:
+        address: of the cluster; None is that of RAY_ADDRESS, or one started here.
+        slots: processes that one started here may run at once; None is as many as it has cores.
+
+    Returns:
+        The module ``ray``; ``ray.shutdown()`` ends the connection.
+
+    Raises:
+        LayoutOptError: ray is not installed, or the cluster cannot be reached.
+    """
     try:
         import ray
     except ImportError as error:
         raise LayoutOptError("--engine ray needs ray: pip install 'layoutopt[ray]'") from error
     address = address or os.environ.get("RAY_ADDRESS")
     # On a machine of its own Ray gets as many slots as there are to be workers.
-    own: dict[str, Any] = {} if address else {"num_cpus": workers, "include_dashboard": False}
+    own: dict[str, Any] = {} if address else {"num_cpus": slots, "include_dashboard": False}
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise LayoutOptError(f"no Ray cluster at {address or 'this machine'}: {error}") from error
-    try:
-        yield from _ray_tasks(ray, tasks, workers or max(int(ray.cluster_resources().get("CPU", 1)), 1))
-    finally:
-        ray.shutdown()
+    return ray
 
 
 def _ray_tasks(ray: Any, tasks: Sequence[Task], workers: int) -> Iterator[Done]:

@@ -59,19 +59,29 @@ FACE = {
         "refining",
         "side",
         "side.backbone",
+        "side.client",
         "side.device_head",
         "side.evaluate",
         "side.graphs",
-        "side.pretrained",
-        "side.samples",
-        "side.side_graph",
-        "side.taps",
-        "side.client",
+        "side.hosts",
+        "side.journal",
         "side.keys",
         "side.needs",
+        "side.network",
+        "side.pretrained",
+        "side.records",
+        "side.samples",
         "side.service",
+        "side.side_graph",
         "side.side_pb2",
+        "side.store",
+        "side.taps",
+        "side.task",
+        "side.trainer",
+        "side.trainings",
+        "side.weights",
         "side.wire",
+        "side.workers",
         "standins.run",
         "profiling",
         "stepcost",
@@ -88,7 +98,18 @@ FACE = {
 }
 TORCH = {
     f"layoutopt.{m}"
-    for m in ("capture", "capture_open", "capture_trace", "modes", "side.side_graph", "side.taps", "zoo", "zoo_models")
+    for m in (
+        "capture",
+        "capture_open",
+        "capture_trace",
+        "modes",
+        "side.network",
+        "side.side_graph",
+        "side.taps",
+        "side.trainer",
+        "zoo",
+        "zoo_models",
+    )
 }
 GENERATED = {"layoutopt.side.side_pb2"}  # imports protobuf, and is imported where messages are read
 PYOPENCL = {"kernels.discovery", "kernels.runtime", "kernels.testing"}

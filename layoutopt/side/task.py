@@ -17,13 +17,16 @@ import numpy as np
 from layoutopt.errors import LayoutOptError
 from layoutopt.quantize import Format, groups_per_row, words_per_row
 
-__all__ = ["IGNORED", "LARGEST_BATCH_BYTES", "Batch", "Tap", "Task"]
+__all__ = ["IGNORED", "LARGEST_BATCH_BYTES", "WINDOW_STEPS", "Batch", "Tap", "Task"]
 
 Tap = tuple[np.ndarray, np.ndarray]
 """words int32[rows, words_per_row] and scales float32[rows, groups_per_row] of a tap."""
 
 IGNORED = -100
 """The target of a sample that the loss leaves out."""
+
+WINDOW_STEPS = 8
+"""Steps that may be accepted and not yet applied."""
 
 LARGEST_BATCH_BYTES = 1 << 28
 LARGEST_PARAMETERS = 1 << 27
@@ -227,7 +230,7 @@ class Task:
         rows = self.batch * self.rows_per_sample
         # Taps, states and what the backward pass keeps of each adapter.
         step = rows * 4 * (len(self.taps) * (4 * self.width + 3 * self.rank) + 2 * self.width)
-        return 4 * copies * self.parameters + step + 4 * self.batch_bytes
+        return 4 * copies * self.parameters + step + (WINDOW_STEPS + 2) * self.batch_bytes
 
 
 def _short(value: object) -> str:
