@@ -23,17 +23,18 @@ _DTYPES = {"float32": "float32", "int64": "int32", "int32": "int32", "int16": "i
 
 @dataclass
 class Joint:
-    """A traced step.
+    """A traced step, or a traced forward pass.
 
     Attributes:
-        graph: fx graph that returns the loss, the outputs, then one gradient (or None) per name in ``trainable``.
+        graph: fx graph that returns the outputs, then one gradient (or None) per name in ``trainable``.
         inputs: batch entry by position among the graph's placeholders.
         parameters: parameter name by position; a tied parameter stands at several.
         constants: known tensor by position (buffers).
-        outputs: names of what the step gives beside the loss.
+        outputs: names of what it gives; of a step the first is the loss.
         trainable: parameters that gradients were asked for.
         shapes: of the parameters, by name.
         dropouts: modules whose dropout was set to 0 while tracing.
+        forward: it is a forward pass alone.
     """
 
     graph: Any = None
@@ -44,6 +45,7 @@ class Joint:
     trainable: list[str] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     dropouts: list[str] = field(default_factory=list)
+    forward: bool = False
 
 
 def translate_joint(
@@ -65,8 +67,10 @@ def translate_joint(
     """
     nodes = list(joint.graph.nodes)
     results = list(nodes[-1].args[0])
-    split = 1 + len(joint.outputs)
-    phases = _phases(results[:split])
+    split = len(joint.outputs)
+    phases: dict[Any, Phase] = (
+        dict.fromkeys(_ancestors(results), "forward") if joint.forward else _phases(results[:split])
+    )
     env: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
     walk = _Walk(b, env, known, phases)
@@ -90,7 +94,7 @@ def translate_joint(
             if not fold(node, known):
                 env[node] = walk.call(node)
     walk.check()
-    for name, result in zip(["loss", *joint.outputs], results[:split], strict=True):
+    for name, result in zip(joint.outputs, results[:split], strict=True):
         b.context = Context(name, phases[result], name)
         b.name(walk.value(result), name, "output")
     gradients: dict[str, str | None] = {}

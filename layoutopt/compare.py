@@ -41,7 +41,8 @@ class Row:
         misses: simulated misses by cache level; empty where nothing was simulated.
         memory_bytes: simulated traffic to memory.
         walked: share of the simulated accesses that were walked.
-        loss: of the measured step on made-up inputs: the same for all strategies up to rounding.
+        loss: of the measured step on made-up inputs: the same for all strategies up to rounding. Of a forward pass, the
+            mean of the first output.
         not_run: copies that the runtime whose layouts these are makes, and that no kernel here does: they are in
             ``gap`` and ``not_run_s``, not in ``predicted_s`` or what was measured.
         not_run_s: their predicted time.
@@ -78,8 +79,8 @@ def measure_interleaved(
 ) -> dict[str, tuple[list[float], float]]:
     """Host seconds of whole steps, ``burst`` of each plan in turn, and the loss of each plan's first step.
 
-    The host waits for the device once a turn. Stops after ``rounds`` rounds or when ``budget_s`` is used up (at least
-    three rounds).
+    Of a forward pass, what stands for the loss is the mean of the first output. The host waits for the device once a
+    turn. Stops after ``rounds`` rounds or when ``budget_s`` is used up (at least three rounds).
     """
     from kernels.execute import Executor
 
@@ -88,7 +89,7 @@ def measure_interleaved(
     for name, plan in plans.items():
         executors[name] = Executor(runtime, graph, plan, dict(values))
         executors[name].step(inputs)
-        losses[name] = float(executors[name].read(graph.outputs[0]))
+        losses[name] = float(np.mean(executors[name].read(graph.outputs[0])))
     times: dict[str, list[float]] = {name: [] for name in plans}
     names = list(plans)
     started = time.perf_counter()

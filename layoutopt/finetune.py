@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import time
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from layoutopt import plan as plans
 from layoutopt import planner, textclass, textdata
+from layoutopt.arraydata import read_arrays
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.facade import capture_model, check_request, solve_plan
 from layoutopt.files import check_folder
 from layoutopt.graph import TrainingGraph
 from layoutopt.microbatch import in_words
-from layoutopt.models import calibrated_path, check_device, device_model, find_graph, shipped_names
+from layoutopt.models import calibrated_path, check_device, device_model, find_graph
 from layoutopt.optimizers import has_dropout
 from layoutopt.plan import Plan
 from layoutopt.refining import refine
@@ -137,8 +136,6 @@ def _executor(
     """The plan, ready to run, and its predicted seconds a step."""
     from kernels.execute import Executor
 
-    if not graph.meta.get("optimizer"):
-        raise GraphError(f"graph {graph.name!r} has no optimizer: capture it with --optimizer adamw or sgd")
     if settings.plan is not None:
         plan = plans.load(settings.plan)
         planner.validate(plan, graph, None, runtime.limits)
@@ -166,7 +163,9 @@ def _executor(
 
 
 def _check_graph(settings: Settings, graph: TrainingGraph) -> None:
-    """See that a graph may be planned as is asked for, before data is looked at and anything is measured."""
+    """See that a graph trains, and may be planned as is asked for, before data is looked at and anything measured."""
+    if not graph.meta.get("optimizer"):
+        raise GraphError(f"graph {graph.name!r} has no optimizer: capture it with --optimizer adamw or sgd")
     if settings.plan is None:
         check_request([settings.strategy], settings.memory, graph, settings.storage, settings.micro_batches)
 
@@ -367,40 +366,8 @@ def _finetune_arrays(
 
 def _arrays(data: str, graph: TrainingGraph) -> Dataset:
     """The digits, or an .npz whose arrays are named as the graph's inputs."""
-    needed = [t for t in graph.by_role("input") if t.shape]
-    if data == "digits":
-        from layoutopt import digits
-
-        arrays = digits.load().inputs
-    else:
-        file = Path(data)
-        if not file.is_file():
-            hint = ", ".join(shipped_names())
-            raise LayoutOptError(
-                f"no data file at {file}: expected an .npz of graph inputs, or 'digits' (graphs: {hint})"
-            )
-        try:
-            with file.open("rb") as handle:
-                archive = np.load(handle, allow_pickle=False)
-                if not isinstance(archive, np.lib.npyio.NpzFile):
-                    raise ValueError("one array, not several by name")
-                arrays = {name: archive[name] for name in archive.files}
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise LayoutOptError(f"{file} is not an .npz of arrays ({error})") from error
-    missing = [t.name for t in needed if t.name not in arrays]
-    if missing:
-        raise LayoutOptError(f"{data} lacks {', '.join(missing)}: it has {', '.join(arrays) or 'nothing'}")
-    chosen: dict[str, Any] = {}
-    for tensor in needed:
-        array = arrays[tensor.name]
-        if not array.ndim or array.shape[1:] != tensor.shape[1:]:
-            raise LayoutOptError(
-                f"{data}: {tensor.name} has the shape {array.shape}, the graph takes samples of {tensor.shape[1:]}"
-            )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise LayoutOptError(f"{data}: {tensor.name} holds NaN or infinity")
-        chosen[tensor.name] = array
-    dataset = Dataset(chosen)
+    shapes = {t.name: t.shape[1:] for t in graph.by_role("input") if t.shape}
+    dataset = Dataset(read_arrays(data, shapes))
     _check_samples(dataset, graph, data)
     return dataset
 

@@ -1,4 +1,4 @@
-"""Fine-tuning modes: which of a module's parameters are trained.
+"""Fine-tuning modes: which of a module's parameters are trained, if any.
 
 What is frozen has no gradient, no optimizer state, and nothing is kept for it from the forward to the backward pass:
 capture writes only what the trained parameters need.
@@ -20,6 +20,7 @@ MODES = {
     "lora": "low-rank adapters of the attention's projections (Hu et al. 2021), and a classifier's head",
     "head": "the head alone",
     "bias": "every bias, and a classifier's head (BitFit, Ben Zaken et al. 2022)",
+    "forward": "nothing: the forward pass alone, without loss, gradients and dropout",
 }
 """What each mode trains."""
 
@@ -42,7 +43,7 @@ def set_mode(
     """
     if mode not in MODES:
         raise GraphError(f"unknown mode {mode!r}: expected one of {', '.join(MODES)}")
-    if mode == "full":
+    if mode in ("full", "forward"):
         return module
     if mode == "lora":
         return _with_adapters(module, adapted, head if fresh_head else (), rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from layoutopt.capture import Batch, LossFn, capture
+from layoutopt.capture import Batch, LossFn, capture, capture_forward
 from layoutopt.errors import GraphError
 from layoutopt.graph import TrainingGraph
 from layoutopt.modes import set_mode
@@ -102,7 +103,13 @@ def capture_zoo(
     dropout: bool = False,
     keep_grads: bool = False,
 ) -> TrainingGraph:
-    """The training step of a zoo model; sizes that are not given are the model's usual ones."""
+    """The training step of a zoo model, or its forward pass; sizes that are not given are the model's usual ones.
+
+    Raises:
+        GraphError: as :func:`build`; or dropout in a forward pass.
+    """
+    if mode == "forward" and dropout:
+        raise GraphError(f"the forward pass of {name} has no dropout: leave --dropout out, or capture a training step")
     with without_weights():
         module, example, loss = build(name, batch=batch, seq=seq, num_labels=num_labels, mode=mode, dropout=dropout)
     chosen = optimizer_from(optimizer)
@@ -110,10 +117,13 @@ def capture_zoo(
     words = ["layoutopt capture", name, f"--batch {sizes.batch}"]
     words += [f"--seq {sizes.seq}"] if sizes.seq else []
     words += [f"--labels {num_labels}"] if num_labels else []
-    words += [f"--optimizer {(optimizer_meta(chosen) or {'name': 'none'})['name']}"]
+    words += [f"--optimizer {(optimizer_meta(chosen) or {'name': 'none'})['name']}"] if mode != "forward" else []
     words += [f"--mode {mode}"] if mode != "full" else []
     words += ["--dropout"] if dropout else []
     meta = {"command": " ".join(words), "what": ZOO[name].text, "mode": mode}
+    if mode == "forward":
+        outputs = None if loss is None else partial(_beside_loss, loss=loss)
+        return capture_forward(module, example, outputs=outputs, name=f"{name}-forward", meta=meta)
     return capture(
         module,
         example,
@@ -124,6 +134,10 @@ def capture_zoo(
         keep_grads=keep_grads,
         meta=meta,
     )
+
+
+def _beside_loss(module: nn.Module, batch: Any, loss: LossFn) -> Any:
+    return loss(module, batch)[1]
 
 
 def load_user(where: str) -> tuple[nn.Module, Batch, LossFn | None]:

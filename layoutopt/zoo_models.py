@@ -343,6 +343,12 @@ ZOO: dict[str, Entry] = {
     "gpt2": Entry(
         "GPT-2, 12 layers of 768, 124 M parameters", _causal("GPT2", 1024), Sizes(4, 256), ("lm_head",), ("c_attn",)
     ),
+    "opt-125m": Entry(
+        "OPT, 12 layers of 768, 125 M parameters",
+        _opt(768, 3072, 12, 12, 768),
+        Sizes(4, 128),
+        **_LM_HEAD,
+    ),
     "opt-350m": Entry(
         "OPT, 24 layers of 1024, 331 M parameters",
         _opt(1024, 4096, 24, 16, 512, do_layer_norm_before=False),
