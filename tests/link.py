@@ -163,7 +163,8 @@ class Link:
             asyncio.create_task(self._pump(reader, far_writer, self._ways[0], self.up, ends)),
             asyncio.create_task(self._pump(far_reader, writer, self._ways[1], self.down, ends)),
         ]
-        await asyncio.wait(pumps)
+        with contextlib.suppress(asyncio.CancelledError):  # at the end; asyncio's own callback minds it
+            await asyncio.wait(pumps)
         if ends in self._open:
             self._open.discard(ends)
             self._ends.difference_update(ends)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +13,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from layoutopt.quantize import quantise
+from layoutopt.side import wire
 from layoutopt.side.client import Remote, Report, Settings, train
 from layoutopt.side.keys import DeviceKeys, ServerKeys
-from layoutopt.side.sampling import Arrays
+from layoutopt.side.sampling import Arrays, Sampling
 from layoutopt.side.service import Limits, Service
 from layoutopt.side.task import Batch, Task
 from layoutopt.side.weights import unpack
 from layoutopt.side.workers import Workers
 
-__all__ = ["SECRET", "SMALL", "FakeBackbone", "Server", "device", "same_weights", "small_task", "waited"]
+__all__ = [
+    "QUICK",
+    "SECRET",
+    "SMALL",
+    "Caller",
+    "FakeBackbone",
+    "Server",
+    "alone",
+    "device",
+    "same_weights",
+    "server",
+    "small_task",
+    "waited",
+]
 
 SECRET = b"a secret of the tests"
 
@@ -140,10 +156,16 @@ class Server:
 
 
 @contextmanager
-def server(directory: Path, limits: Limits | None = None, **options: Any) -> Iterator[Server]:
-    """A server with workers in this process's threads."""
+def server(directory: Path, devices: Limits | None = None, **options: Any) -> Iterator[Server]:
+    """A server with workers in this process's threads.
+
+    Args:
+        directory: of the trainings.
+        devices: what they may take.
+        options: of the workers.
+    """
     workers = Workers(directory, engine="here", **options)
-    with Server(workers, None, limits) as running:
+    with Server(workers, None, devices) as running:
         yield running
 
 
@@ -165,6 +187,22 @@ def device(
     return train(task, source, Remote(address, name, keys), settings, secret=SECRET, **options)
 
 
+def alone(directory: Path, task: Task = SMALL, backbone: FakeBackbone | None = None) -> bytes:
+    """The side network of the same training without a wire."""
+    from layoutopt.side.trainer import Trainer
+
+    source = backbone or FakeBackbone(task)
+    sampling = Sampling(source.samples, task.batch, task.seed, SECRET)
+    trainer = Trainer.open(directory, task)
+    for step in range(task.steps):
+        arrays = source.run(sampling.indices(step))
+        trainer.accept(Batch(step, sampling.numbers(step), arrays.taps, arrays.mask, arrays.targets))
+        trainer.apply()
+    weights = trainer.export()
+    trainer.close()
+    return weights
+
+
 def same_weights(a: bytes, b: bytes) -> None:
     """Two side networks are equal, bit by bit."""
     first, second = unpack(a), unpack(b)
@@ -183,3 +221,79 @@ def waited(condition: Callable[[], bool], most_s: float = 20.0) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+class Caller:
+    """A device that says what a test wants it to say, message by message.
+
+    Args:
+        address: of the server.
+        name: in the call's metadata.
+        token: likewise, if any.
+        credentials: of gRPC; None: plaintext.
+        options: of the channel.
+        compression: of messages.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        name: str = "phone",
+        token: str = "",
+        credentials: Any = None,
+        options: tuple[tuple[str, Any], ...] = (),
+        compression: Any = None,
+    ) -> None:
+        import grpc
+
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options)
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        metadata = [(wire.DEVICE, name), *([(wire.TOKEN, token)] if token else [])]
+        call = self._channel.stream_stream(wire.METHOD)
+        self.call = call(iter(self._out.get, None), metadata=metadata, timeout=30, compression=compression)
+
+    def send(self, data: bytes = b"", **kind: Any) -> None:
+        """A message, or any bytes."""
+        self._out.put(wire.messages().FromDevice(**kind).SerializeToString() if kind else data)
+
+    def open(self, task: Task = SMALL, version: int = wire.VERSION) -> Any:
+        """Open the training; returns what the server says."""
+        self.send(open=wire.messages().Open(version=version, task=wire.encode_task(task)))
+        return self.receive()
+
+    def step(self, batch: Batch) -> None:
+        self.send(step=wire.messages().Step(step=batch.step, rows=wire.encode_rows(batch)))
+
+    def order(self, first: int, *samples: tuple[int, ...]) -> None:
+        pb = wire.messages()
+        self.send(cached=pb.TrainFromCache(first_step=first, orders=[pb.Order(samples=s) for s in samples]))
+
+    def receive(self) -> Any:
+        """The next message's content."""
+        return wire.decode(next(self.call), "FromServer", 1 << 23)[1]
+
+    def refused(self) -> Any:
+        """The Refused that ends the call, after whatever comes before it."""
+        import grpc
+
+        found = []
+        while not found or type(found[-1]).__name__ != "Refused":
+            found.append(self.receive())
+        with pytest.raises(grpc.RpcError) as ended:
+            self.receive()
+        assert ended.value.code() in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAVAILABLE)
+        return found[-1]
+
+    def close(self) -> None:
+        self.call.cancel()
+        self._out.put(None)
+        self._channel.close()
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -230,6 +230,7 @@ class _Device:
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", ms),
             ("grpc.keepalive_timeout_ms", ms),
+            ("grpc.http2.ping_timeout_ms", ms),  # of the question itself: 60 s where this is not said
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.enable_retries", 0),
             ("grpc.initial_reconnect_backoff_ms", 200),
@@ -286,13 +287,13 @@ class _Connection:
         device = self.device
         opening = pb.Open(version=wire.VERSION, task=wire.encode_task(self.task), head=wire.encode_tensors(device.head))
         async with asyncio.timeout(device.settings.stall_s):
-            listening = asyncio.create_task(self._receive())
-            await self._or_why(self._send(_encode(open=opening)), listening)
-            kind, self.opened = await listening
+            first = asyncio.create_task(self._receive())
+            await self._or_why(self._send(_encode(open=opening)), first)
+            kind, self.opened = await first
         if kind != "opened":
             raise LayoutOptError(f"the server at {device.remote.address} begins with {kind!r}: it is no such server")
         device.opened(self.opened.next_step)
-        listening = asyncio.create_task(self._listen())
+        listening: asyncio.Task[Any] = asyncio.create_task(self._listen())
         others = {
             asyncio.create_task(self._or_why(self._produce(self.opened.next_step), listening)),
             asyncio.create_task(self._watch()),
@@ -428,10 +429,9 @@ class _Connection:
         return kind, message
 
     def _refused(self, message: Any) -> Exception:
-        code = wire.messages().Refused.Code.Name(message.code).lower() if message.code < 4 else "unknown"
-        if code == "later":
+        if message.code == wire.messages().Refused.LATER:
             return _Lost(f"the server says: {message.reason}")
-        return RefusedError(f"the server refuses: {message.reason}", code)
+        return RefusedError(f"the server refuses: {message.reason}")
 
     async def _watch(self) -> None:
         """End the call where the server owes us a word and says none."""

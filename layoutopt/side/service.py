@@ -161,6 +161,7 @@ class Service:
             ("grpc.server_handshake_timeout_ms", int(self.limits.open_s * 1000)),
             ("grpc.keepalive_time_ms", ms),
             ("grpc.keepalive_timeout_ms", ms),
+            ("grpc.http2.ping_timeout_ms", ms),  # of the question itself: 60 s where this is not said
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", min(ms, 5000)),

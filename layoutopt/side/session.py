@@ -92,7 +92,8 @@ class Session:
         self._steps = self._bytes = self._orders = 0
         self._room = asyncio.Semaphore(window.steps)
         self._applying: asyncio.Queue[tuple[int, int, Future[float]] | None] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._accept_all()), asyncio.create_task(self._acknowledge_all())]
+        self._accepting = asyncio.create_task(self._accept_all())
+        self._acknowledging = asyncio.create_task(self._acknowledge_all())
 
     @property
     def is_idle(self) -> bool:
@@ -122,7 +123,8 @@ class Session:
         """End it, once what was begun is accepted; what was accepted is applied whatever happens."""
         self._stopping = True
         self._changed.set()
-        await asyncio.gather(*self._tasks)
+        await self._accepting
+        self._acknowledging.cancel()
 
     # ---- what comes in --------------------------------------------------------------------------------------------
 
@@ -247,7 +249,8 @@ class Session:
         while (entry := await self._applying.get()) is not None:
             step, size_bytes, future = entry
             try:
-                loss = await asyncio.wrap_future(future)
+                # Shielded: that nobody listens any more is no reason for the workers not to go on.
+                loss = await asyncio.shield(asyncio.wrap_future(future))
             except Exception as error:  # noqa: BLE001 - as above
                 self._fail(error)
                 continue
@@ -263,12 +266,10 @@ class Session:
                 self.link.put(ack=messages().Ack(step=step, loss=loss, credit_bytes=size_bytes))
 
     async def _send_weights(self) -> None:
-        # Every step before it is applied: all the room is there.
-        for _ in range(self.window.steps):
-            await self._room.acquire()
-        for _ in range(self.window.steps):
-            self._room.release()
         link = self.link
+        # Steps that an earlier connection sent count as well.
+        if (await self._call(self._workers.status, self.name)).applied < self.next_step:
+            await asyncio.wrap_future(await self._call(self._workers.submit, self.name, self.next_step - 1))
         if link is None:
             return
         data = await self._call(self._workers.weights, self.name)
