@@ -4,7 +4,6 @@
 #define CAT_(a, b) a##b
 #define CAT(a, b) CAT_(a, b)
 #define VEC CAT(float, CODES)
-#define IN_WORDS(w) (GROUP_WORDS % LANES == 0 || (w) < GROUP_WORDS)
 #define LARGER(a, b) ((a) > (b) ? (a) : (b))
 
 #if CODES == 4
@@ -65,35 +64,45 @@ __kernel __attribute__((reqd_work_group_size(UNITS * LANES, 1, 1))) void quantiz
 
 #ifdef OP_quantized_gather
 #define MORE_ARGS , IDS_ARG
+#define MORE , IDS
 #define ROW(i) IDS_AT(i)
-#define ENTRY quantized_gather
 #else
 #define MORE_ARGS
+#define MORE
 #define ROW(i) (i)
-#define ENTRY dequantize
 #endif
-__kernel __attribute__((reqd_work_group_size(UNITS * LANES, 1, 1))) void ENTRY(WORDS_ARG, SCALES_ARG MORE_ARGS, Y_ARG) {
-    DECODE
-    for (int q = 0; q < ROWS; ++q) {
-        const int i = (r * ROWS + q) * UNITS + u;
-        if (i >= M) break;
-        const int row = ROW(i);
-        for (int n = 0; n < GROUPS; ++n) {
-            const int g = first * GROUPS + n, from = g * GROUP_WORDS;
-            const float scale = SCALES_AT(row, g);
-            const int end = min(GROUP_WORDS, WORDS_N1 - from);
-            for (int w = t; w < end; w += LANES) {
-                const int j = (from + w) * CODES;
-                const VEC y = unpack(WORDS_AT(row, from + w)) * scale;
-                if (j + CODES <= K) {
-                    CAT(Y_STORE, CODES)(y, i, j);
-                } else {
-                    float some[CODES];
-                    CAT(vstore, CODES)(y, 0, some);
-                    for (int c = 0; j + c < K; ++c) Y_STORE1(some[c], i, j + c);
-                }
-            }
+inline void values(WORDS_ARG, SCALES_ARG MORE_ARGS, Y_ARG, const int i, const int g, const int t) {
+    const int row = ROW(i), from = g * GROUP_WORDS, end = min(GROUP_WORDS, WORDS_N1 - from);
+    const float scale = SCALES_AT(row, g);
+    for (int w = t; w < end; w += LANES) {
+        const int j = (from + w) * CODES;
+        const VEC y = unpack(WORDS_AT(row, from + w)) * scale;
+        if (j + CODES <= K) {
+            CAT(Y_STORE, CODES)(y, i, j);
+        } else {
+            float some[CODES];
+            CAT(vstore, CODES)(y, 0, some);
+            for (int c = 0; j + c < K; ++c) Y_STORE1(some[c], i, j + c);
         }
     }
 }
+
+#define EACH \
+    for (int q = 0; q < ROWS; ++q) { \
+        const int i = (r * ROWS + q) * UNITS + u; \
+        if (i >= M) break; \
+        for (int n = 0; n < GROUPS; ++n) values(WORDS, SCALES MORE, Y, i, first * GROUPS + n, t); \
+    }
+#ifdef OP_dequantize
+__kernel __attribute__((reqd_work_group_size(UNITS * LANES, 1, 1))) void dequantize(WORDS_ARG, SCALES_ARG, Y_ARG) {
+    DECODE
+    EACH
+}
+#else
+__kernel __attribute__((reqd_work_group_size(UNITS * LANES, 1, 1)))
+void quantized_gather(WORDS_ARG, SCALES_ARG, IDS_ARG, Y_ARG) {
+    DECODE
+    EACH
+}
+#endif
 #endif

@@ -138,7 +138,7 @@ def _phases(spec: OpSpec, loops: tuple[Loop, ...], place: _Places) -> tuple[Phas
     codes = Format.parse(spec.attr("format")).codes_per_word
     gathers = spec.kind == "quantized_gather"
     row: Index | Data = Data(2, (place.rows,)) if gathers else place.rows
-    ids = (Access(2, (place.rows,), depth=1),) if gathers else ()
+    ids = (Access(2, (place.rows,), depth=2),) if gathers else ()
     return (
         Phase(
             loops,
