@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,13 @@ class Sizes:
     """
 
     seq: int = 64
-    device: int = 2000
+    device: int = 1500
     held_out: int = 500
-    public: int = 2500
-    victims: int = 200
+    public: int = 2000
+    victims: int = 150
     readers: int = 1000
-    searched: int = 20
-    epochs: int = 8
+    searched: int = 12
+    epochs: int = 6
     least: int = 5
     steps: int = 600
     seeds: int = 3
@@ -88,6 +89,12 @@ class Study:
         """The last tap."""
         return self.backbone.blocks
 
+    @cached_property
+    def pivots(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the device's messages, of those held out and of the public's, float32 [taps, messages, width] each."""
+        parts = self.parts
+        return tuple(self.backbone.pivots(m) for m in (parts.device, parts.held_out, parts.public))
+
 
 def tokens(study: Study) -> Iterator[dict[str, Any]]:
     """Text from all tokens' activations, by attack, tap and format."""
@@ -112,8 +119,7 @@ def tokens(study: Study) -> Iterator[dict[str, Any]]:
         inverter = inversion.LinearInverter.fit(both[0], known.ids, words)
         yield row("linear", f"{first}-{study.depth}", "int4:64", inverter.ranked(both[1]))
     for tap in sorted({1, (study.depth + 1) // 2, study.depth}):
-        for fmt in ("float32", "int4:64"):
-            yield from deepened(study, known, seen, tap, fmt)
+        yield from deepened(study, known, seen, tap, "int4:64")
 
 
 def deepened(study: Study, known: taps.Rows, seen: taps.Rows, tap: int, fmt: str) -> Iterator[dict[str, Any]]:
@@ -122,7 +128,7 @@ def deepened(study: Study, known: taps.Rows, seen: taps.Rows, tap: int, fmt: str
     inverter = inversion.ContextInverter(
         taps.received(known.taps[tap], fmt), known, study.backbone.words, study.sizes.epochs, SEED
     )
-    ranked = inverter.ranked(rows, seen, k=10)
+    ranked = inverter.ranked(rows, seen, k=8)
     is_text = study.victims.is_text(seen.ids)
     head = {"tap": str(tap), "format": fmt}
     yield {"attack": "transformer", **head, **inversion.recovery(ranked, seen, is_text)}
@@ -140,15 +146,14 @@ def deepened(study: Study, known: taps.Rows, seen: taps.Rows, tap: int, fmt: str
 
 def words(study: Study) -> Iterator[dict[str, Any]]:
     """Words from the pivot's activations, by tap and format, and look-up among known messages."""
-    public, everyone = study.parts.public, study.backbone.pivots(study.parts.public)
-    device = study.backbone.pivots(study.parts.device)
-    bags = pivot.WordBags.of(public, study.victims, study.sizes.least)
+    device, _, everyone = study.pivots
+    bags = pivot.WordBags.of(study.parts.public, study.victims, study.sizes.least)
     base = np.broadcast_to(bags.public.mean(0), bags.sent.shape)
     head = {"words": len(bags.words), "covered": bags.covered}
     yield {"tap": "none", "format": "-", **head, **pivot.word_figures(base, bags.sent, 0.5)}
     last, sent = study.depth, device[:, : len(study.victims)]
     single = [((tap,), fmt) for tap in range(1, last + 1) for fmt in FORMATS]
-    several = [(tuple(range(first, last + 1)), fmt) for first in range(1, last) for fmt in ("int8:64", "int4:64")]
+    several = [(tuple(range(first, last + 1)), "int4:64") for first in range(1, last)]
     for some, fmt in single + several:
         seen, known = joined(sent[list(some)], fmt), joined(everyone[list(some)], fmt)
         scores, threshold = pivot.ridge_scores(known, bags.public, seen)
@@ -169,13 +174,12 @@ def joined(states: np.ndarray, fmt: str) -> np.ndarray:
 
 def label_rows(study: Study) -> Iterator[dict[str, Any]]:
     """What is told of labels, by what is sent for them, and what the side network is then worth."""
-    device, held_out = (study.backbone.pivots(m) for m in (study.parts.device, study.parts.held_out))
-    public = study.backbone.pivots(study.parts.public)[-1]
+    device, held_out, public = study.pivots
     y, truth = study.parts.device.labels, study.parts.held_out.labels
     classes = int(y.max()) + 1
     states, there = ([taps.received(state, "int8:64") for state in pile[1:]] for pile in (device, held_out))
     own = sendings.Device(y, np.stack(states), np.stack(there), classes)
-    guessed = sendings.linear_head(public, study.parts.public.labels)(own.states[-1]).argmax(1)
+    guessed = sendings.linear_head(public[-1], study.parts.public.labels)(own.states[-1]).argmax(1)
     yield {
         "sent": "no target at all",
         "clusters": labels.agreement(labels.by_clusters(own.states[-1], classes, SEED), y),
@@ -187,7 +191,8 @@ def label_rows(study: Study) -> Iterator[dict[str, Any]]:
 
 def told(own: sendings.Device, sending: sendings.Sending, truth: np.ndarray, sizes: Sizes) -> dict[str, Any]:
     """One variant: the attacks on it, and trainings with it."""
-    networks = [training.trained(own.states, sending.targets, sizes.steps, seed) for seed in range(sizes.seeds)]
+    groups = sending.groups or own.classes
+    networks = [training.trained(own.states, sending.targets, groups, sizes.steps, seed) for seed in range(sizes.seeds)]
     answers = [sending.decide(network(own.held_out)) for network in networks]
     outputs = networks[0](own.states)
     return {
@@ -213,9 +218,7 @@ def one_hot(targets: np.ndarray) -> np.ndarray:
 
 def noise(study: Study) -> Iterator[dict[str, Any]]:
     """Gaussian noise on the pivots of some taps: what is left of the text, of known messages, and of accuracy."""
-    public, device, held_out = (
-        study.backbone.pivots(m) for m in (study.parts.public, study.parts.device, study.parts.held_out)
-    )
+    device, held_out, public = study.pivots
     bags = pivot.WordBags.of(study.parts.public, study.victims, study.sizes.least)
     draw, victims = np.random.default_rng(SEED), len(study.victims)
     for first in dict.fromkeys((1, (study.depth + 1) // 2, study.depth)):
@@ -226,8 +229,8 @@ def noise(study: Study) -> Iterator[dict[str, Any]]:
             scores, threshold = pivot.ridge_scores(known, bags.public, seen[:victims])
             exact = np.concatenate([np.concatenate(list(pile[some]), 1) for pile in (device, public)])
             y, truth = study.parts.device.labels, study.parts.held_out.labels
-            seeds = range(study.sizes.seeds)
-            networks = [training.trained(noisy[1], y, study.sizes.steps, seed) for seed in seeds]
+            seeds, classes = range(study.sizes.seeds), int(y.max()) + 1
+            networks = [training.trained(noisy[1], y, classes, study.sizes.steps, seed) for seed in seeds]
             answers = [network(noisy[2]).argmax(1) for network in networks]
             yield {
                 "taps": f"{first}-{study.depth}",
@@ -240,10 +243,14 @@ def noise(study: Study) -> Iterator[dict[str, Any]]:
             }
 
 
+def spread(states: np.ndarray) -> np.ndarray:
+    """How far an activation lies from the mean over messages, root mean square, [taps, 1, 1]."""
+    return (states - states.mean(1, keepdims=True)).std((1, 2), keepdims=True)
+
+
 def noised(states: np.ndarray, level: float, draw: np.random.Generator) -> np.ndarray:
-    """Pivots with noise of ``level`` times their own spread, stored in int8."""
-    spread = states.std((1, 2), keepdims=True)
-    noisy = states + level * spread * draw.standard_normal(states.shape, np.float32)
+    """Pivots with noise of ``level`` times their spread over messages, stored in int8."""
+    noisy = states + np.float32(level) * spread(states) * draw.standard_normal(states.shape, np.float32)
     return np.stack([taps.received(state, "int8:64") for state in noisy])
 
 
@@ -253,8 +260,8 @@ def privacy_of(states: np.ndarray, level: float) -> float:
     Any two messages are then at most twice that apart; the Gaussian mechanism gives rho = distance² / (2 sigma²) of
     zero-concentrated privacy, and epsilon = rho + 2 sqrt(rho ln(1/delta)) (Bun and Steinke 2016).
     """
-    scaled = states / states.std((1, 2), keepdims=True)
-    distance = 2 * float(np.sqrt(((scaled - scaled.mean(1, keepdims=True)) ** 2).sum((0, 2)).max()))
+    scaled = (states - states.mean(1, keepdims=True)) / spread(states)
+    distance = 2 * float(np.sqrt((scaled**2).sum((0, 2)).max()))
     rho = (distance / level) ** 2 / 2
     return rho + 2 * float(np.sqrt(rho * np.log(1 / DELTA)))
 

@@ -124,8 +124,15 @@ def device(
     name: Annotated[str, typer.Option("--name", help="This device's, where there are no keys.")] = "device",
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS, beyond this machine too.")] = False,
     mode: Annotated[
-        str, typer.Option("--mode", help="What is sent as target: labels, or (private) prediction differences.")
+        str,
+        typer.Option(
+            "--mode", help="What is sent as target: labels, or (private) prediction differences; both tell labels."
+        ),
     ] = "labels",
+    label_epsilon: Annotated[
+        float | None,
+        typer.Option("--label-epsilon", help="Train on labels flipped at random: differentially private at this."),
+    ] = None,
     tokens: Annotated[str, typer.Option("--tokens", help="pivot: the token that the loss uses; or all.")] = "pivot",
     tap_format: Annotated[str, typer.Option("--tap-format", help="int8:64, int4:64, fp4:32, …")] = "int8:64",
     taps: Annotated[str, typer.Option("--taps", help="Comma-separated modules; after every block by default.")] = "",
@@ -196,6 +203,7 @@ def device(
         held_out,
         seed,
         max_steps,
+        label_epsilon,
     )
     settings = Settings(window=window, give_up_s=give_up, cache=cache)
     runtime = open_runtime(device_)

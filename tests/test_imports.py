@@ -68,6 +68,7 @@ FACE = {
         "side.hosts",
         "side.journal",
         "side.keys",
+        "side.label_noise",
         "side.link",
         "side.needs",
         "side.network",

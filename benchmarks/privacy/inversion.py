@@ -115,7 +115,7 @@ class ContextInverter:
         seed: of initial weights, order and sampled words.
     """
 
-    _WIDTH, _BATCH, _SAMPLED, _SHARPNESS = 256, 16, 2048, 16.0
+    _WIDTH, _BATCH, _SAMPLED, _SHARPNESS = 256, 16, 1024, 16.0
 
     def __init__(self, rows: np.ndarray, where: Rows, words: np.ndarray, epochs: int, seed: int) -> None:
         torch.manual_seed(seed)

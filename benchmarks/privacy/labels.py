@@ -17,8 +17,6 @@ __all__ = [
     "by_magnitude",
     "by_robust_fit",
     "differences",
-    "flipped",
-    "keep_probability",
     "softmax",
 ]
 
@@ -32,22 +30,6 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def differences(labels: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
     """onehot(y) − p, float32 [n, classes]."""
     return (np.eye(probabilities.shape[1])[labels] - probabilities).astype(np.float32)
-
-
-def keep_probability(epsilon: float, classes: int) -> float:
-    """How often randomised response keeps a label so that it is ``epsilon``-differentially private in the label.
-
-    Any other class is then equally likely, and no label makes any answer more than e^epsilon times likelier than
-    another label does (Warner 1965; Ghazi et al., Deep learning with label differential privacy, 2021).
-    """
-    return float(1 / (1 + (classes - 1) * np.exp(-epsilon)))
-
-
-def flipped(labels: np.ndarray, classes: int, epsilon: float, draw: np.random.Generator) -> np.ndarray:
-    """Labels after randomised response."""
-    keep = draw.random(len(labels)) < keep_probability(epsilon, classes)
-    others = (labels + draw.integers(1, classes, len(labels))) % classes
-    return np.where(keep, labels, others)
 
 
 def agreement(found: np.ndarray, labels: np.ndarray) -> float:

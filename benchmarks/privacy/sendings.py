@@ -9,6 +9,7 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks.privacy import labels as attacks
+from layoutopt.side.label_noise import randomised
 
 __all__ = ["EPSILONS", "Device", "Sending", "linear_head", "sendings"]
 
@@ -44,12 +45,14 @@ class Sending:
         targets: int [n] (cross-entropy), or float32 [n, c] (squared error).
         decide: the device's answers, int [m], from the network's outputs [m, c] on its held-out messages.
         others: attacks made for this variant: found groups, int [n], from the network's outputs on what was sent.
+        groups: numbers that ``targets`` [n] may have; 0: as many as there are classes.
     """
 
     name: str
     targets: np.ndarray
     decide: Outputs
     others: dict[str, Outputs] = field(default_factory=dict)
+    groups: int = 0
 
     @property
     def read(self) -> np.ndarray:
@@ -73,9 +76,9 @@ def sendings(device: Device, draw: np.random.Generator) -> Iterator[Sending]:
         yield _differences(f"differences, {name}", device, y, head)
     yield from _disguised(device, trained, draw)
     for epsilon in EPSILONS:
-        noisy = attacks.flipped(y, classes, epsilon, draw)
+        noisy = randomised(y, classes, epsilon, draw.bytes(32))
         yield Sending(f"labels, randomised response, epsilon {epsilon:g}", noisy, _largest)
-    noisy = attacks.flipped(y, classes, 1.0, draw)
+    noisy = randomised(y, classes, 1.0, draw.bytes(32))
     yield _differences("differences of randomised labels, epsilon 1, head trained on true ones", device, noisy, trained)
     for epsilon in EPSILONS:
         plain = _differences(f"differences, Laplace noise, epsilon {epsilon:g}", device, y, fresh[0])
@@ -122,6 +125,7 @@ def _disguised(device: Device, head: Outputs, draw: np.random.Generator) -> Iter
         shares,
         lambda out: (attacks.softmax(out) @ np.eye(classes)[owner]).argmax(1),
         {"shares that look alike": lambda out: attacks.by_groups(shares, attacks.softmax(out), classes, 0)},
+        classes * _SHARES,
     )
 
     rows = device.states[-1]

@@ -16,12 +16,15 @@ __all__ = ["trained"]
 _BATCH = 32
 
 
-def trained(states: np.ndarray, targets: np.ndarray, steps: int, seed: int) -> Callable[[np.ndarray], np.ndarray]:
+def trained(
+    states: np.ndarray, targets: np.ndarray, classes: int, steps: int, seed: int
+) -> Callable[[np.ndarray], np.ndarray]:
     """Train a side network on pivots.
 
     Args:
         states: float32 [taps, n, width], as they arrived.
         targets: int [n] for cross-entropy, float32 [n, c] for squared error.
+        classes: numbers that targets [n] may have.
         steps: of 32 samples.
         seed: of weights and order.
 
@@ -38,7 +41,7 @@ def trained(states: np.ndarray, targets: np.ndarray, steps: int, seed: int) -> C
         tokens="pivot",
         seq=0,
         batch=min(_BATCH, states.shape[1]),
-        classes=int(targets.max()) + 1 if labels else targets.shape[1],
+        classes=classes if labels else targets.shape[1],
         mode="labels" if labels else "private",
         steps=steps,
         seed=seed,

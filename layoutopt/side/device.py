@@ -18,6 +18,7 @@ from layoutopt.side.backbone import Backbone, Planning, Wanted
 from layoutopt.side.client import Remote, Report, Settings, train
 from layoutopt.side.device_head import DeviceHead, fit_head
 from layoutopt.side.evaluate import save_device_head
+from layoutopt.side.label_noise import check_epsilon, randomised
 from layoutopt.side.samples import Samples, read_samples
 from layoutopt.side.sampling import Arrays
 from layoutopt.side.task import Task
@@ -52,6 +53,7 @@ class Job:
         held_out: share of the samples that is kept for evaluation.
         seed: of the split, the order and the network's fresh weights.
         max_steps: to stop after; None: all epochs.
+        label_epsilon: of the labels that are trained on (:mod:`layoutopt.side.label_noise`); None: the true ones.
     """
 
     wanted: Wanted
@@ -68,6 +70,11 @@ class Job:
     held_out: float = 0.2
     seed: int = 0
     max_steps: int | None = None
+    label_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.label_epsilon is not None:
+            check_epsilon(self.label_epsilon)
 
 
 @dataclass
@@ -164,6 +171,8 @@ def run_job(
         training = samples.split(job.held_out, job.seed)[0]
         job.out.mkdir(parents=True, exist_ok=True)
         secret = _secret(job.out / _SECRET_FILE)
+        if job.label_epsilon is not None:
+            training = _with_noise(training, len(samples.classes), job.label_epsilon, secret)
         source, head = _source(job, backbone, training, samples)
         task = _task(job, backbone, training, samples, head)
         footprint = backbone.footprint()
@@ -174,6 +183,12 @@ def run_job(
     network = job.out / NETWORK_FILE
     write_atomic(network, report.weights)
     return Outcome(report, task, len(training), network, footprint.weights_bytes, footprint.peak_bytes, prepared)
+
+
+def _with_noise(training: Dataset, classes: int, epsilon: float, secret: bytes) -> Dataset:
+    """Before anything is made of the labels: a head that was fitted to the true ones would give them away."""
+    noisy = randomised(training.inputs[training.target], classes, epsilon, secret)
+    return Dataset({**training.inputs, training.target: noisy}, training.target)
 
 
 def _source(

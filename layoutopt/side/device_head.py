@@ -1,9 +1,13 @@
-"""A classifier that stays on the device, for the mode "private": the server never sees labels nor probabilities.
+"""A classifier that stays on the device, for the mode "private": what is sent is differences, which still tell labels.
 
 The device sends what is missing between its own probabilities and the right answer; the side network learns that
 difference, and the device adds its own probabilities to it again. They come from the checkpoint's classifier where it
 has one for these classes, else from a softmax regression that the device fits to the backbone's final features of the
 first labelled samples. It is fitted once, before the first step, and frozen: differences of all steps have one meaning.
+
+The classifier's weights are never sent, and without its probabilities the side network's results alone are no answers.
+But only the right class' difference is above 0: whoever reads it knows the label, and then the probabilities too.
+Protection of labels is :mod:`layoutopt.side.label_noise`, which is applied before the classifier is fitted.
 """
 
 from __future__ import annotations
