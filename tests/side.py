@@ -259,6 +259,10 @@ class Caller:
         """A message, or any bytes."""
         self._out.put(wire.messages().FromDevice(**kind).SerializeToString() if kind else data)
 
+    def end(self) -> None:
+        """There are no more messages."""
+        self._out.put(None)
+
     def open(self, task: Task = SMALL, version: int = wire.VERSION) -> Any:
         """Open the training; returns what the server says."""
         self.send(open=wire.messages().Open(version=version, task=wire.encode_task(task)))
