@@ -85,9 +85,9 @@ async def _serve(setup: Setup, workers: Workers, keys: ServerKeys | None, ready:
         stop.set()
 
     try:
-        ready(await service.start(setup.address, insecure=setup.insecure))
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ask, number)
+        ready(await service.start(setup.address, insecure=setup.insecure))
         await stop.wait()
     finally:
         await service.stop(setup.grace_s)
