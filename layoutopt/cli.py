@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt import __version__, cli_side, interrupts
+from layoutopt.cli_advise import advise
 from layoutopt.cli_device import model_for, open_runtime
 from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
@@ -151,7 +152,7 @@ def capture(
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens a sample (text models).")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or none.")] = "adamw",
     labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
-    mode: Annotated[str, typer.Option("--mode", help="What is trained: full, lora, head or bias.")] = "full",
+    mode: Annotated[str, typer.Option("--mode", help="Train full, lora, head, bias; forward: nothing.")] = "full",
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout as the model has it; else off.")] = False,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", min=1, help="Equal parts of the batch, whose gradients are added up.")
@@ -489,6 +490,9 @@ def print_rows(rows: Sequence[object]) -> None:
 
 
 app.command()(sweep)
+
+
+app.command()(advise)
 app.add_typer(cli_side.app)
 
 
