@@ -11,6 +11,7 @@ import typer
 
 from layoutopt import interrupts
 from layoutopt.cli_device import open_runtime
+from layoutopt.cli_evaluate import evaluate
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_folder
 from layoutopt.show import Progress, emit, out, say, table
@@ -219,6 +220,9 @@ def device(
             progress=lambda done, of: bar.stage("training", done, of),
         )
     _report(outcome, json)
+
+
+app.command()(evaluate)
 
 
 def _tell(line: str) -> None:

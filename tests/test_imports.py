@@ -33,6 +33,7 @@ FACE = {
         "cli",
         "cli_advise",
         "cli_device",
+        "cli_evaluate",
         "cli_side",
         "cli_simulate",
         "cli_sweep",
