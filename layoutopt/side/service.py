@@ -23,9 +23,9 @@ from layoutopt.side.keys import ServerKeys, certificate_names, check_name
 from layoutopt.side.link import Link, Refusals, printable
 from layoutopt.side.needs import need
 from layoutopt.side.session import Session, Window
-from layoutopt.side.task import Task
+from layoutopt.side.task import WINDOW_STEPS, Task
 from layoutopt.side.wire import RefusedError
-from layoutopt.side.workers import Workers
+from layoutopt.side.workers import BusyError, Workers
 
 __all__ = ["Limits", "Service"]
 
@@ -245,6 +245,8 @@ class Service:
             link.end()
         except RefusedError as refusal:
             link.end(refusal)
+        except BusyError as error:
+            link.end(RefusedError(str(error), "later"))
         except LayoutOptError as error:
             link.end(RefusedError(str(error)))
         except Exception:  # a fault of ours: it is this call's alone
@@ -333,7 +335,7 @@ class Service:
         if batch > self.limits.window_bytes or batch > self.limits.message_bytes:
             most = min(self.limits.window_bytes, self.limits.message_bytes)
             raise RefusedError(f"a batch of this task has up to {batch} bytes, this server takes {most}")
-        steps = min(self.limits.window_steps, self.limits.window_bytes // batch)
+        steps = min(self.limits.window_steps, WINDOW_STEPS, self.limits.window_bytes // batch)
         return Window(steps, steps * batch, self.limits.window_orders)
 
     def _failed(self, session: Session, error: Exception) -> None:

@@ -215,30 +215,29 @@ class Session:
         await self._room.acquire()
         batch = work.batch
         size_bytes = work.size_bytes if isinstance(work, _Sent) else 0
+        sent: Batch | None = None
         while True:
             try:
-                future = await self._call(self._accepted, batch)
+                future = await self._call(self._accepted, batch, sent)
                 break
-            except MissingSamples:
-                if isinstance(work, _Sent):
-                    raise
-                supplied = await self._ask(work)
-                if supplied is None:
+            except MissingSamples as missing:
+                # Asked for twice, others have gone from the store meanwhile: then the whole batch is.
+                sent = await self._ask(batch.step, missing.samples if sent is None else batch.samples)
+                if sent is None:
                     return False
-                batch = supplied
         self._applying.put_nowait((batch.step, size_bytes, future))
         return True
 
-    def _accepted(self, batch: Batch) -> Future[float]:
-        self._workers.accept(self.name, batch)
+    def _accepted(self, batch: Batch, sent: Batch | None) -> Future[float]:
+        self._workers.accept(self.name, batch, sent)
         return self._workers.submit(self.name, batch.step)
 
-    async def _ask(self, order: Order) -> Batch | None:
-        """A step's activations from the device; None where it is gone."""
+    async def _ask(self, step: int, samples: tuple[int, ...]) -> Batch | None:
+        """Activations of samples of a step from the device; None where it is gone."""
         if self.link is None or self._heard_all:
             return None
-        self._need, self._supplied = (order.step, order.samples), None
-        self.link.put(need=messages().Need(step=order.step, samples=order.samples))
+        self._need, self._supplied = (step, samples), None
+        self.link.put(need=messages().Need(step=step, samples=samples))
         try:
             await self._until(lambda: self._supplied is not None or self.link is None or self._heard_all)
             return None if self._stopping else self._supplied

@@ -123,16 +123,22 @@ class Store:
             self._remember(sample, data)
             self._write(sample, data)
 
-    def fill(self, batch: Batch) -> Batch:
+    def fill(self, batch: Batch, sent: Batch | None = None) -> Batch:
         """A batch that names its samples only, with its taps, mask and targets.
 
         Args:
             batch: without taps.
+            sent: some of its samples, which are not taken from here.
 
         Raises:
             MissingSamples: some are not here, or were damaged.
         """
-        parts = {sample: self._get(sample) for sample in dict.fromkeys(batch.samples)}
+        here = dict.fromkeys(batch.samples)
+        parts: dict[int, bytes | None] = {}
+        for position, sample in enumerate(() if sent is None else sent.samples):
+            assert sent is not None
+            parts[sample] = sample_bytes(self._task, sent, position)
+        parts |= {sample: self._get(sample) for sample in here if sample not in parts}
         missing = [sample for sample, part in parts.items() if part is None]
         if missing:
             raise MissingSamples(missing)

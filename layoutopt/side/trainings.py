@@ -187,16 +187,17 @@ class Trainings:
         except OSError as error:
             raise LayoutOptError(f"cannot remove the training of {device_id}: {error.strerror}") from error
 
-    def accept(self, device_id: str, batch: Batch) -> None:
+    def accept(self, device_id: str, batch: Batch, sent: Batch | None = None) -> None:
         """Make a batch durable; see :meth:`layoutopt.side.workers.Workers.accept`."""
         training = self._get(device_id)
         with training.lock:
             batch.check(training.trainer.task)
-            if batch.is_stored:
-                training.trainer.accept(training.store.fill(batch))
-            else:
-                training.trainer.accept(batch)
-                training.store.put(batch)
+            if sent is not None:
+                sent.check(training.trainer.task)
+            training.trainer.accept(training.store.fill(batch, sent) if batch.is_stored else batch)
+            new = sent if batch.is_stored else batch
+            if new is not None:
+                training.store.put(new)
         with self._changed:
             if not training.queued:
                 training.queued = True

@@ -27,9 +27,14 @@ from layoutopt.side.task import Batch, Task
 from layoutopt.side.trainings import Applied, Limits, Status, check_device_id
 from layoutopt.sweep_engines import join_cluster
 
-__all__ = ["Limits", "MissingSamples", "Status", "Workers"]
+__all__ = ["BusyError", "Limits", "MissingSamples", "Status", "Workers"]
 
 Engine = Literal["processes", "ray", "here"]
+
+
+class BusyError(LayoutOptError):
+    """What may go later: another training has to end first."""
+
 
 _LOG = logging.getLogger(__name__)
 _LOSSES_KEPT = 64
@@ -202,7 +207,7 @@ class Workers:
             if self._closed:
                 raise LayoutOptError("the workers are closed")
             if device_id in self._opening:
-                raise LayoutOptError(f"the training of {device_id} is being opened already: wait")
+                raise BusyError(f"the training of {device_id} is being opened already: wait")
             self._opening.add(device_id)
         try:
             present = self._trainings.get(device_id)
@@ -216,12 +221,13 @@ class Workers:
         finally:
             self._opening.discard(device_id)
 
-    def accept(self, device_id: str, batch: Batch) -> None:
+    def accept(self, device_id: str, batch: Batch, sent: Batch | None = None) -> None:
         """Check a batch and write it to disk: when this returns it will be applied, exactly once, whatever happens.
 
         Args:
             device_id: of an open training.
             batch: of step ``next_step``; one without taps is taken from the store, any other is put there too.
+            sent: of a batch without taps, samples that the store lacked, with theirs; they are put there too.
 
         Raises:
             MissingSamples: the store lacks some of a batch's samples. Nothing was accepted.
@@ -229,7 +235,7 @@ class Workers:
                 is full. Nothing was accepted.
         """
         training = self._get(device_id)
-        self._call(training, "accept", device_id, batch, is_done=lambda: training.next_step > batch.step)
+        self._call(training, "accept", device_id, batch, sent, is_done=lambda: training.next_step > batch.step)
         training.accepted(batch.step)
 
     def submit(self, device_id: str, step: int) -> Future[float]:
@@ -288,7 +294,12 @@ class Workers:
         with self._lock:
             slot = min(self._slots, key=lambda s: s.used_bytes)
             if slot.used_bytes + need > self._most_bytes:
-                raise LayoutOptError(
+                if need > self._most_bytes:
+                    raise LayoutOptError(
+                        f"the training of {device_id} needs {need} bytes, and a worker has {self._most_bytes}: take a "
+                        "smaller task, or give the server more memory"
+                    )
+                raise BusyError(
                     f"no worker has {need} bytes to spare for the training of {device_id} (the one with most has "
                     f"{max(self._most_bytes - slot.used_bytes, 0)}): try again later, or take a smaller task"
                 )
