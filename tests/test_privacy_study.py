@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.privacy import inversion, labels, pivot, taps
-from benchmarks.side_privacy import privacy_of, recall
+from benchmarks.side_privacy import balanced, privacy_of
 
 pytestmark = pytest.mark.peer
 
@@ -44,16 +44,28 @@ def test_agreement_is_of_partitions():
     assert labels.agreement(np.array([2, 0, 1])[y], y) == 1
     assert labels.agreement(np.zeros(8, int), y) == pytest.approx(1 / 3)
     assert labels.agreement(np.array([5, 5, 5, 0, 1, 1, 2, 2]), y) == pytest.approx((0.75 + 1 + 1) / 3)
-    assert recall(np.zeros(8, int), y) == pytest.approx(1 / 3)
+    assert balanced(np.zeros(8, int), y) == pytest.approx(1 / 3)
 
 
 def test_a_secret_linear_mask_comes_off():
     draw = np.random.default_rng(1)
     rows = draw.normal(0, 1, (600, 20))
-    y = (draw.random(600) < 0.15).astype(int)
+    y = (rows[:, 0] + draw.normal(0, 0.3, 600) > 0).astype(int)
     masked = np.eye(2)[y] - rows @ draw.normal(0, 1, (20, 2))
-    assert labels.agreement(labels.by_clusters(masked, 2, 0), y) < 0.7
-    assert labels.agreement(labels.by_robust_fit(masked, rows, 0), y) == 1
+    guess = np.where(draw.random(600) < 0.1, 1 - y, y)
+    assert labels.agreement(labels.by_clusters(masked, 2, 0), y) < 0.8
+    assert 0.8 < labels.agreement(guess, y) < 0.95
+    for start in (guess, 1 - guess):
+        assert labels.agreement(labels.by_sparse_errors(masked, rows, start), y) == 1
+
+
+def test_differences_in_a_secret_code_are_read_by_the_head_that_fits():
+    draw = np.random.default_rng(7)
+    rows = draw.normal(0, 1, (500, 12))
+    q = labels.softmax(rows @ draw.normal(0, 1, (12, 2)))
+    y = (draw.random(500) < q[:, 1]).astype(int)
+    coded = labels.differences(y, q) @ draw.normal(0, 1, (2, 5)) + draw.normal(0, 1, 5)
+    assert labels.agreement(labels.by_consistent_head(coded, rows), y) == 1
 
 
 def test_shares_of_a_class_look_alike():
@@ -85,6 +97,15 @@ def test_words_are_told_from_what_is_linear_in_them_and_not_from_noise():
     for rows, least, most in ((told, 0.99, 1.0), (noise, 0.1, 0.35)):
         scores, threshold = pivot.ridge_scores(rows[:400], bags[:400], rows[400:])
         assert least <= pivot.word_figures(scores, bags[400:], threshold)["average_precision"] <= most
+
+
+def test_known_messages_are_told_apart_by_what_they_give():
+    known = np.random.default_rng(6).normal(0, 1, (30, 8)).astype(np.float32)
+    which = np.array([3, 7, 29])
+    near = known[which] + np.float32(1e-3)
+    assert pivot.matched(near, known, which) == 1
+    assert pivot.matched(near, known, which - 1) == 0
+    assert pivot.matched(near, np.concatenate([known, known]), which) == 0.5
 
 
 def test_bags_hold_words_of_the_public(messages):

@@ -13,9 +13,10 @@ from sklearn.cluster import KMeans
 __all__ = [
     "agreement",
     "by_clusters",
+    "by_consistent_head",
     "by_groups",
     "by_magnitude",
-    "by_robust_fit",
+    "by_sparse_errors",
     "differences",
     "softmax",
 ]
@@ -55,29 +56,57 @@ def by_magnitude(targets: np.ndarray) -> np.ndarray:
     return (np.eye(targets.shape[1])[targets.argmax(1)] - targets).argmax(1)
 
 
-def by_robust_fit(targets: np.ndarray, rows: np.ndarray, seed: int, rounds: int = 60) -> np.ndarray:
-    """Takes off what is linear in the activations so that most samples have nothing left, int [n].
+def by_sparse_errors(targets: np.ndarray, rows: np.ndarray, guess: np.ndarray, rounds: int = 80) -> np.ndarray:
+    """Two classes from an indicator less a secret linear map of the activations, int [n].
 
-    If targets are a class' indicator plus a secret linear map of the activations, the least sum of absolute residuals
-    (by reweighted least squares) finds the map exactly where one class is rare enough; what is left has two values.
+    A guess that is right of most samples is fitted along with the map, by the least sum of absolute residuals
+    (reweighted least squares): of those it is right of nothing is left, of the others the whole effect of a class.
 
     Args:
         targets: float [n, c].
         rows: float [n, width], the activations that the mask was made from.
-        seed: of clustering.
+        guess: int [n], groups made without the targets, such as the activations' clusters.
         rounds: of reweighting.
     """
-    x = np.c_[rows, np.ones(len(rows))].astype(np.float64)
+    x = np.c_[rows - rows.mean(0), np.ones(len(rows)), guess].astype(np.float64)
     y = targets[:, -1].astype(np.float64)
     weight = np.ones(len(y))
     for step in range(rounds):
         scaled = x * weight[:, None]
         gram = scaled.T @ x
-        gram[np.diag_indices_from(gram)] += 1e-9 * np.trace(gram) / len(gram)
-        rest = y - x @ np.linalg.solve(gram, scaled.T @ y)
-        floor = max(np.abs(rest).mean() * 0.8**step, 1e-5)
-        weight = 1 / np.maximum(np.abs(rest), floor)
-    return by_clusters(rest, 2, seed)
+        gram[np.diag_indices_from(gram)] += 1e-12 * np.trace(gram) / len(gram)
+        found = np.linalg.solve(gram, scaled.T @ y)
+        rest = np.abs(y - x @ found)
+        weight = 1 / np.maximum(rest, max(rest.mean() * 0.8**step, 1e-6))
+    return np.where(rest > abs(found[-1]) / 2, 1 - guess, guess)
+
+
+def by_consistent_head(targets: np.ndarray, rows: np.ndarray, cuts: int = 400) -> np.ndarray:
+    """Two classes from differences in an unknown code: the split with which a linear head explains them, int [n].
+
+    Differences of two classes are y − q along one line, whatever code and offset they are written in. A wrong place of
+    0, or a wrong scale, gives probabilities q whose log-odds are no linear map of the activations; the head's are.
+
+    Args:
+        targets: float [n, c].
+        rows: float [n, width], the activations that the head reads.
+        cuts: places of 0 that are tried.
+    """
+    basis, _ = np.linalg.qr((rows - rows.mean(0)).astype(np.float64))
+    centred = targets - targets.mean(0)
+    line = centred @ np.linalg.svd(centred, full_matrices=False)[2][0]
+    best, found = -1.0, np.zeros(len(line), int)
+    for cut in np.quantile(line, np.linspace(0.005, 0.995, cuts)):
+        signed = line - cut
+        member = (signed > 0).astype(int)
+        for room in (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0):
+            q = np.clip(member - signed / (room * np.abs(signed).max()), 1e-6, 1 - 1e-6)
+            odds = np.log(q / (1 - q))
+            odds -= odds.mean()
+            explained = float(((basis.T @ odds) ** 2).sum() / (odds @ odds))
+            if explained > best:
+                best, found = explained, member
+    return found
 
 
 def by_groups(numbers: np.ndarray, rows: np.ndarray, classes: int, seed: int) -> np.ndarray:

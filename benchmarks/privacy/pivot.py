@@ -125,12 +125,16 @@ def word_figures(scores: np.ndarray, truth: np.ndarray, threshold: float) -> dic
 
 
 def matched(sent: np.ndarray, known: np.ndarray, which: np.ndarray) -> float:
-    """Share of sent activations that lie nearest to their own message's among those of known messages.
+    """How often what was sent lies nearest to its own message's activation among those of known messages.
+
+    Of several that are equally near, one is guessed.
 
     Args:
         sent: float32 [n, features], as the server reads them.
-        known: float32 [messages, features], computed with the public backbone.
+        known: float32 [messages, features], computed with the public backbone and rounded likewise.
         which: int [n], the right one.
     """
-    score = sent @ known.T - (known**2).sum(1) / 2
-    return float((score.argmax(1) == which).mean())
+    x, y = sent.astype(np.float64), known.astype(np.float64)
+    distance = (x**2).sum(1)[:, None] - 2 * x @ y.T + (y**2).sum(1)
+    nearest = distance <= distance.min(1, keepdims=True) + 1e-9 * (y**2).sum(1).max()
+    return float((nearest[np.arange(len(x)), which] / nearest.sum(1)).mean())

@@ -111,10 +111,12 @@ def _disguised(device: Device, head: Outputs, draw: np.random.Generator) -> Iter
 
     code, offset = draw.normal(0, 0.3, (classes, _CODE)), draw.normal(0, 0.3, _CODE)
     undo = np.linalg.pinv(code)
+    coded, rows = (plain @ code + offset).astype(np.float32), device.states[-1]
     yield Sending(
         "differences in a secret code",
-        (plain @ code + offset).astype(np.float32),
+        coded,
         lambda out: (there + (out - offset) @ undo).argmax(1),
+        {"a head that fits": lambda _: attacks.by_consistent_head(coded, rows)},
     )
 
     names = draw.permutation(classes * _SHARES)
@@ -128,7 +130,6 @@ def _disguised(device: Device, head: Outputs, draw: np.random.Generator) -> Iter
         classes * _SHARES,
     )
 
-    rows = device.states[-1]
     secret = draw.normal(0, 1, (rows.shape[1], classes))
     secret /= (rows @ secret).std(0)
     masked = (np.eye(classes)[y] - rows @ secret).astype(np.float32)
@@ -136,5 +137,5 @@ def _disguised(device: Device, head: Outputs, draw: np.random.Generator) -> Iter
         "classes less a secret linear map of the pivot",
         masked,
         lambda out: (out + device.held_out[-1] @ secret).argmax(1),
-        {"robust regression": lambda _: attacks.by_robust_fit(masked, rows, 0)},
+        {"clusters, corrected": lambda _: attacks.by_sparse_errors(masked, rows, attacks.by_clusters(rows, 2, 0))},
     )
