@@ -131,24 +131,24 @@ def _train_in_threads(folder: Path, acked: int, pipe: int) -> None:
     _end(trainer, folder)
 
 
-def _train_on_a_full_disk(folder: Path, acked: int, pipe: int, most_bytes: int) -> None:
-    trainer = _open(folder, acked)
+def _train_on_a_full_disk(folder: Path, pipe: int, most_bytes: int) -> None:
+    """Until it is killed; steps that were accepted, and whether the disk was full, go into the pipe."""
+    trainer = _open(folder, 0)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    refused = 0
-    while trainer.next_step < TASK.steps:
+    for step in range(TASK.steps - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, unlimited[1]))
         try:
-            trainer.accept(batch_of(TASK, trainer.next_step))
+            trainer.accept(batch_of(TASK, step))
         except LayoutOptError as error:
             if "was not accepted" not in str(error):
                 os._exit(FAILED)
-            refused += 1
+            os.write(pipe, b"f")
             resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-            trainer.accept(batch_of(TASK, trainer.next_step))
-        trainer.apply()
-    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-    os.write(pipe, b"x" * refused)
-    _end(trainer, folder)
+            trainer.accept(batch_of(TASK, step))
+        os.write(pipe, b"x")
+        if step % 2:
+            trainer.apply()
+    _die()
 
 
 def _end(trainer: Trainer, folder: Path) -> None:
@@ -258,10 +258,11 @@ def full(folder: Path) -> dict[str, Any]:
     reference = _reference(folder / "reference")
     wrong, refused = [], 0
     for most_bytes in range(10, 1500, 150):
-        code, count = _fork(lambda pipe, n=most_bytes: _train_on_a_full_disk(_fresh(folder / "full"), 0, pipe, n))
-        refused += count
-        if code or (folder / "full" / "result").read_bytes() != reference:
-            wrong.append(f"{most_bytes} bytes: ended with {code}, or other weights")
+        code, count = _fork(lambda pipe, n=most_bytes: _train_on_a_full_disk(_fresh(folder / "full"), pipe, n))
+        refused += count - (TASK.steps - 1)
+        said = _finish(folder / "full", TASK.steps - 1, reference)
+        if said or code != -signal.SIGKILL:
+            wrong.append(f"{most_bytes} bytes ({code}): {said}")
     return {"tried": refused, "wrong": wrong}
 
 
