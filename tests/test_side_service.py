@@ -316,6 +316,10 @@ def test_a_server_without_memory_to_spare_says_later(tmp_path: Path) -> None:
                 three.open()
                 four.send(open=wire.messages().Open(version=1, task=wire.encode_task(SMALL)))
                 assert four.refused().code == wire.messages().Refused.LATER
+        # Devices that are gone make room, and go on where they were.
+        for name in ("four", "five", "one"):
+            with Caller(found.address, name) as caller:
+                assert caller.open().next_step == 0
         with Caller(found.address, "large") as large:
             large.send(open=wire.messages().Open(version=1, task=wire.encode_task(small_task(rank=64, width=512))))
             refused = large.refused()

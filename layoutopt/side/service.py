@@ -25,7 +25,7 @@ from layoutopt.side.needs import need
 from layoutopt.side.session import Session, Window
 from layoutopt.side.task import WINDOW_STEPS, Task
 from layoutopt.side.wire import RefusedError
-from layoutopt.side.workers import BusyError, Workers
+from layoutopt.side.workers import BusyError, Status, Workers
 
 __all__ = ["Limits", "Service"]
 
@@ -313,7 +313,7 @@ class Service:
                     "later",
                 )
             place.link, place.held_bytes = link, window.bytes  # taken before anyone else can be asked
-            status = await self._call(self._workers.open, name, task, head or None)
+            status = await self._begin(name, task, head)
             if status.failure:
                 raise RefusedError(f"the training of {name} cannot go on: {status.failure}")
             session = Session(name, task, status.next_step, window, link, self._workers, self._executor, self._failed)
@@ -329,6 +329,22 @@ class Service:
             if not link.is_open:
                 self._detach(place)
             return session
+
+    async def _begin(self, name: str, task: Task, head: dict[str, Any]) -> Status:
+        """Have a training opened; where memory is short, those of devices that are gone make room, the oldest first."""
+        gone = sorted((p.idle_since, other) for other, p in self._places.items() if p.link is None and other != name)
+        while True:
+            try:
+                return await self._call(self._workers.open, name, task, head or None)
+            except BusyError:
+                if not gone:
+                    raise
+                other = gone.pop(0)[1]
+                try:
+                    if other in self._places:
+                        await self._release(other, self._places[other], 0.0)
+                except LayoutOptError:
+                    LOGGER.exception("cannot release the training of %s", printable(other))
 
     def _window(self, task: Task) -> Window:
         batch = wire.batch_limit(task)
@@ -365,22 +381,24 @@ class Service:
             await asyncio.sleep(min(self.limits.idle_s, 10.0))
             for name in list(self._places):
                 try:
-                    await self._release(name, self._places[name])
+                    await self._release(name, self._places[name], self.limits.idle_s)
                 except Exception:  # it is tried again
                     LOGGER.exception("cannot release the training of %s", printable(name))
 
-    async def _release(self, name: str, place: _Place) -> None:
+    async def _release(self, name: str, place: _Place, after_s: float) -> None:
         """Forget a device that has been gone for a while, if there is nothing to do for it."""
+        if place.lock.locked():  # it comes back just now, or is forgotten already; two may not wait for each other
+            return
         async with place.lock:
             gone_s = asyncio.get_running_loop().time() - place.idle_since
-            if place.link is not None or gone_s < self.limits.idle_s:
+            if place.link is not None or gone_s < after_s:
                 return
             if place.session is not None:
                 if not place.session.is_idle:
                     return
                 await self._end(name, place, "", "later")
                 await self._call(self._workers.release, name)
-            self._places.pop(name)
+            self._places.pop(name, None)
 
     def _call(self, work: Any, *arguments: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(self._executor, work, *arguments)
