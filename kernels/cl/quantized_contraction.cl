@@ -4,7 +4,8 @@
 // every register tile adds up an outer product of MR values of X and NV vectors of the tile per step, as contraction_outer.cl.
 //
 // Unpacking: items LC across take vectors of V columns, LW down the words of a segment, SK steps that share a scale. Columns
-// beyond the last are zeros in the tile, rows beyond the last read that one's numbers, and neither is stored.
+// beyond the last are anything in the tile, rows beyond the last read that one's numbers, and neither is stored. Between
+// barriers there are loops that end early, and no branches, which PoCL does not bear in a loop with barriers.
 // With an epilogue FINISH and FINISH1 run it on sums and store its results; ROLLED: in a loop, for it is long.
 
 #ifndef EPILOGUE
@@ -53,16 +54,14 @@ static VT scales_at(SCALES_ARG, const int c, const int g) {
 
 inline void unpack(WORDS_ARG, SCALES_ARG, SPACE VT *tile LEVELS_ARG, const int block, const int first, const int lw, const int lc) {
     for (int n = lc; n < COLS; n += LC) {
-        const int c = first + n * V;
-        for (int s = 0; s < SEGMENTS; ++s) {
-            const int g = (block * KB + s * SK) / GROUP;
-            if (c >= CN && block) break;  // the zeros are there
-            const VT scale = c < CN && g < SCALES_N1 ? scales_at(SCALES, c, g) : (VT)(0.0f);
-            for (int i = lw; i < SK / CODES; i += LW) {
-                const int w = block * (KB / CODES) + s * (SK / CODES) + i;
-                if (w >= WORDS_N1) break;
-                const IT word = c < CN ? words_at(WORDS, c, w) : (IT)(0);
-                SPACE VT *to = tile + (s * SK + i * CODES) * COLS + n;
+        const int c = first + n * V, left = c < CN ? WORDS_N1 - block * (KB / CODES) : 0;
+        for (int s = 0; s < SEGMENTS && s * (SK / CODES) < left; ++s) {
+            const int end = min(SK / CODES, left - s * (SK / CODES));
+            const VT scale = scales_at(SCALES, c, (block * KB + s * SK) / GROUP);
+            for (int i = lw; i < end; i += LW) {
+                const int w = s * (SK / CODES) + i;
+                const IT word = words_at(WORDS, c, block * (KB / CODES) + w);
+                SPACE VT *to = tile + w * CODES * COLS + n;
 #pragma unroll
                 for (int code = 0; code < CODES; ++code) to[code * COLS] = VALUE(word, code) * scale;
             }
@@ -71,7 +70,7 @@ inline void unpack(WORDS_ARG, SCALES_ARG, SPACE VT *tile LEVELS_ARG, const int b
 }
 
 inline void multiply(
-    X_ARG, SPACE const VT *tile, VT (*sums)[NV], const int block, const int r0, const int edge) {
+    X_ARG, SPACE const VT *tile, VT (*sums)[NV], const int block, const int r0, const int lives, const int edge) {
     VT acc[MR][NV];
     int xo[MR];
 #pragma unroll
@@ -96,7 +95,7 @@ inline void multiply(
     } while (0)
 
     if (block < KN / KB) {
-        for (int k0 = 0; k0 < KB; k0 += KT) {
+        for (int k0 = 0; k0 < (lives ? KB : 0); k0 += KT) {
             const int xk = X_IDX(0, 0, block * KB + k0) - X_IDX(0, 0, 0);
 #if XV == 1
 #pragma unroll KU
@@ -114,7 +113,7 @@ inline void multiply(
 #endif
         }
     } else {
-        for (int k = 0; k < KN % KB; ++k) STEP(X_IDX(0, 0, block * KB + k) - X_IDX(0, 0, 0), k);
+        for (int k = 0; k < (lives ? KN % KB : 0); ++k) STEP(X_IDX(0, 0, block * KB + k) - X_IDX(0, 0, 0), k);
     }
 #pragma unroll
     for (int r = 0; r < MR; ++r)
@@ -187,13 +186,15 @@ __kernel void quantized_contraction(X_ARG, WORDS_ARG, SCALES_ARG, Z_ARG MORE_ARG
 #pragma unroll
 #endif
         for (int t = 0; t < RT; ++t) {
-            const int r0 = r00 + t * MR;
-            if (r0 < RN && c0 < CN) {
-                if (r0 + MR <= RN)
-                    multiply(X, tile + ci * NV, sums[t], block, r0, 0);
-                else
-                    multiply(X, tile + ci * NV, sums[t], block, r0, 1);
-            }
+            const int r0 = r00 + t * MR, lives = r0 < RN && c0 < CN;
+#if ITEMS > 1 || RN % MR == 0
+            multiply(X, tile + ci * NV, sums[t], block, r0, lives, RN % MR != 0);
+#else
+            if (r0 + MR <= RN)
+                multiply(X, tile + ci * NV, sums[t], block, r0, lives, 0);
+            else
+                multiply(X, tile + ci * NV, sums[t], block, r0, lives, 1);
+#endif
         }
     }
 #if RT > 1

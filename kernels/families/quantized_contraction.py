@@ -28,11 +28,14 @@ from layoutopt.quantize import LEVELS, Format
 __all__ = ["QUANTIZED_CONTRACTION", "QuantizedContraction"]
 
 _TILES = {
-    16: ((8, 2), (12, 2), (8, 1), (2, 2)),
-    8: ((6, 2), (4, 3), (4, 2), (2, 2)),
-    4: ((8, 2), (4, 2), (2, 2)),
+    16: ((8, 2), (12, 2), (8, 1), (2, 2), (2, 1)),
+    8: ((6, 2), (4, 3), (4, 2), (2, 2), (2, 1)),
+    4: ((8, 2), (4, 2), (8, 1), (2, 1)),
 }
-_GPU_TILES = ((4, 1), (8, 1), (8, 2))
+_GPU_TILES, _GPU_FEW = ((4, 1), (8, 1), (8, 2)), ((1, 1), (4, 1))
+_FEW_ROWS = 16
+"""Rows up to which a GPU's groups are wide and flat."""
+_LEVELS_BYTES = 64
 _STEPS, _GPU_STEPS = 128, 64
 """Steps of k that are unpacked at once: on a CPU the tile of two vectors across takes 16 KiB of the nearest cache."""
 _MOST_ROWS = 256
@@ -61,7 +64,7 @@ class QuantizedContraction:
         while v > 4 and v >= 2 * n:
             v //= 2
         for mr, nv in _TILES[v]:
-            if (mr > 2 and mr >= 2 * m) or (nv > 1 and v * nv >= 2 * n):
+            if (mr > 2 and mr >= 2 * m) or (nv > 1 and v * nv >= 2 * n) or (mr == 2 and nv == 1 and v * 2 < 2 * n):
                 continue
             tiles, across = -(-m // mr), -(-n // (v * nv))
             down = max(1, -(-_GROUPS_PER_UNIT * limits.compute_units // across))
@@ -71,13 +74,18 @@ class QuantizedContraction:
 
     @staticmethod
     def _thin(m: int, n: int, k: int, fmt: Format, limits: DeviceLimits) -> Iterator[dict[str, int]]:
-        for gr, gc, tiles in ((8, 16, _GPU_TILES), (2, 32, ((1, 1), (4, 1)))):
-            for mr, nv in tiles:
-                if gr * gc > limits.max_work_group_size or (gr == 2) != (m <= 16) or (nv > 1 and gc * nv * 4 >= 2 * n):
-                    continue
-                kb = _block(fmt, k, _GPU_STEPS // nv)
-                if kb * gc * nv * 16 + 64 <= limits.local_mem_bytes:
-                    yield {"mr": mr, "nv": nv, "v": 4, "t": 1, "kb": kb, "x": 4, "gr": gr, "gc": gc}
+        few = m <= _FEW_ROWS
+        gr, gc = (2, 32) if few else (8, 16)
+        while gr > 1 and gr * gc > limits.max_work_group_size:
+            gr //= 2
+        for mr, nv in _GPU_FEW if few else _GPU_TILES:
+            if nv > 1 and gc * nv * LANES >= 2 * n:
+                continue
+            wanted = _GPU_STEPS * 16 // (gc * nv)
+            while wanted > _TAIL and wanted * gc * nv * 4 * LANES + _LEVELS_BYTES > limits.local_mem_bytes:
+                wanted //= 2
+            kb = _block(fmt, k, wanted)
+            yield {"mr": mr, "nv": nv, "v": LANES, "t": 1, "kb": kb, "x": LANES, "gr": gr, "gc": gc}
 
     def build(self, variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
         """Any layouts are accepted but images."""
@@ -210,8 +218,8 @@ def _values_c(fmt: Format, v: int, fat: bool) -> str:
             f"#define VALUE(w,i) looked_up(levels, (w) >> {bits} * (i) & 15)",
             "#define LEVELS_ARG , __local const float *levels",
             "#define LEVELS_PASSED , levels",
-            "#define LEVELS_START __local float levels[16]; for (int i = ri * GC + ci; i < 16; i += GR * GC)"
-            " levels[i] = LEVELS[i];",
+            "#define LEVELS_START __local float levels[16]; const int own = (ri * GC + ci) % 16;"
+            " levels[own] = LEVELS[own];",
         ]
     )
 
