@@ -124,11 +124,12 @@ def infer(model: Any, data: Any) -> np.ndarray:
     import torch
 
     model.eval()
+    device = next(model.parameters()).device
     rows = []
     with torch.no_grad():
         for batch, real in data.batches(BATCH):
-            inputs = {k: torch.from_numpy(v).long() for k, v in batch.items() if k != "labels"}
-            rows.append(model(**inputs).logits.numpy()[:real])
+            inputs = {k: torch.from_numpy(v).long().to(device) for k, v in batch.items() if k != "labels"}
+            rows.append(model(**inputs).logits.cpu().numpy()[:real])
     return np.concatenate(rows)
 
 
