@@ -40,7 +40,7 @@ import numpy as np
 from benchmarks.minilm import smoke_file
 from benchmarks.recording import Record, Rows
 from benchmarks.side_accuracy import BATCH, RANK, RATES, SEQ, Work, side_results
-from benchmarks.side_device import child, serve
+from benchmarks.side_device import child, one_thread, serve
 from layoutopt.errors import LayoutOptError
 from layoutopt.quantize import Format
 
@@ -86,6 +86,8 @@ class Bench:
         from kernels.runtime import Runtime, pick
 
         self.args, self.data, self.folder = args, data, folder
+        if args.cores:
+            one_thread()
         self.runtime = Runtime(pick(args.device))
         self._made: dict[tuple[Any, ...], tuple[Path, Path]] = {}
 
@@ -97,6 +99,9 @@ class Bench:
     @cached_property
     def model(self) -> Any:
         """What plans are made with: as given, else one that ships for this device, else none that was calibrated."""
+        return replace(self._known(), limits=self.runtime.limits)  # of so many compute units as it has here
+
+    def _known(self) -> Any:
         from costmodel import device as devices
         from layoutopt.models import uncalibrated
 
@@ -112,13 +117,13 @@ class Bench:
         from layoutopt import plan as plans
         from layoutopt.facade import solve_plan
         from layoutopt.graphfile import save
-        from layoutopt.side.graphs import facts_of, quantised
+        from layoutopt.side.backbone import sending
 
         key = model, way, batch, seq
         if key not in self._made:
             graph = self._graph(model, way, batch, seq)
             # A backbone is kept as captured: what stores its taps comes on top, when it is loaded, too.
-            runs = quantised(graph, facts_of(graph)["taps"], Format.parse(way.taps)) if way.taps else graph
+            runs = sending(graph, Format.parse(way.taps)) if way.taps else graph
             strategy = "greedy" if self.args.smoke else "ilp"
             made = solve_plan(runs, self.model, strategy=strategy, time_limit_s=10.0, storage=way.weights)
             files = self.folder / f"{len(self._made)}.graph", self.folder / f"{len(self._made)}.json"
@@ -180,12 +185,10 @@ class Bench:
             "steps": steps,
         }
 
-    def side(self, way: Way, task: dict[str, Any], address: str, *, window: int, kept: Path | str) -> dict[str, Any]:
+    def side(self, way: Way, task: dict[str, Any], where: dict[str, str], *, window: int, kept: Path | str) -> Any:
         """Have a device's process train a side network."""
         spec = self.spec("minilm", way, BATCH, SEQ)
-        return self.run(
-            "side", **spec, data=self.data_file, task=task, server=address, window=window, cache=True, kept=kept
-        )
+        return self.run("side", **spec, **where, data=self.data_file, task=task, window=window, cache=True, kept=kept)
 
     def run(self, kind: str, **spec: Any) -> dict[str, Any]:
         """Have a device's process do something."""
@@ -203,7 +206,7 @@ class Bench:
 
 
 @contextmanager
-def served(bench: Bench, link: str) -> Iterator[tuple[str, Callable[[], int]]]:
+def served(bench: Bench, link: str) -> Iterator[tuple[dict[str, str], Callable[[], int]]]:
     """A server in a process of its own behind a link.
 
     Args:
@@ -211,7 +214,7 @@ def served(bench: Bench, link: str) -> Iterator[tuple[str, Callable[[], int]]]:
         link: bits a second, in words.
 
     Returns:
-        The address that a device connects to, and what counts the bytes that it has sent.
+        Where a device connects to, behind the link and, to warm up, past it; and what counts the bytes that it sent.
     """
     from layoutopt.advise import link_bits_per_s
     from tests.link import Link
@@ -227,7 +230,7 @@ def served(bench: Bench, link: str) -> Iterator[tuple[str, Callable[[], int]]]:
             if not port.isdecimal():
                 raise LayoutOptError("the server's process did not start: run with --parts footprint to leave it out")
             with Link(int(port), rate_bit_per_s=link_bits_per_s(link), latency_s=LATENCY_S) as proxy:
-                yield proxy.address, lambda: proxy.up_bytes
+                yield {"server": proxy.address, "warm": f"127.0.0.1:{port}"}, lambda: proxy.up_bytes
         finally:
             process.stdin.close()
             try:
@@ -276,8 +279,8 @@ def side_training(bench: Bench, way: Way, link: str) -> dict[str, Any]:
     """Side-tuning over a link, and after which step it was how good."""
     kept = bench.folder / "kept.npz"
     task = bench.task(way, bench.args.side_epochs)
-    with served(bench, link) as (address, counted):
-        found = bench.side(way, task, address, window=WINDOW, kept=kept)
+    with served(bench, link) as (where, counted):
+        found = bench.side(way, task, where, window=WINDOW, kept=kept)
         found["link_bytes"] = counted()
     times = dict(found.pop("times"))
     looks, difference = replayed(kept, bench.args.look)
@@ -347,8 +350,8 @@ def windows(bench: Bench, rows: Rows) -> None:
                 key = {"part": "window", **way.facts, "link": link, "window": window}
                 if rows.find(**key) is not None:
                     continue
-                with served(bench, link) as (address, counted):
-                    found = bench.side(way, bench.task(way, 1), address, window=window, kept="")
+                with served(bench, link) as (where, counted):
+                    found = bench.side(way, bench.task(way, 1), where, window=window, kept="")
                     found["link_bytes"] = counted()
                 found.pop("times")
                 say(rows.add({**key, **found}))

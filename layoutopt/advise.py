@@ -282,11 +282,12 @@ class _Advisor:
             taps: format of what is sent.
             tokens: whose taps it gives.
         """
-        from layoutopt.side.graphs import facts_of, quantised
+        from layoutopt.side.backbone import sending
+        from layoutopt.side.graphs import facts_of
 
         facts, fmt = facts_of(graph), Format.parse(taps)
         rows, width, names = (facts[key] for key in ("rows", "width", "taps"))
-        storing = quantised(graph, names, fmt)
+        storing = sending(graph, fmt)
         sent = sample_bytes(len(names), rows // self.batch, width, fmt, tokens)
         return self._way("side", storing, self._planned(storing, weights), weights, taps, tokens, sent)
 
