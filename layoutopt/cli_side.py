@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -88,6 +89,7 @@ def serve(
     if engine not in ("processes", "ray"):
         raise LayoutOptError(f"unknown engine {engine!r}: choose processes or ray")
     check_folder(state)
+    _quiet_grpc()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     sizes = [memory_bytes(text) or 0 for text in (memory, store_memory, store_disk, window_memory)]
     setup = Setup(
@@ -185,6 +187,7 @@ def device(
         if value not in allowed:
             raise LayoutOptError(f"{option} {value!r}: choose {' or '.join(allowed)}")
     check_folder(out_dir)
+    _quiet_grpc()
     held = DeviceKeys.load(keys) if keys is not None else None
     remote = Remote(server, name if held is None else held.name, held, insecure, not insecure)
     named = tuple(word.strip() for word in taps.split(",") if word.strip())
@@ -223,6 +226,11 @@ def device(
 
 
 app.command()(evaluate)
+
+
+def _quiet_grpc() -> None:
+    """What its core writes to standard error is said by us, in a sentence. It looks at this when it is imported."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _tell(line: str) -> None:

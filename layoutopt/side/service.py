@@ -164,7 +164,7 @@ class Service:
             ("grpc.http2.ping_timeout_ms", ms),  # of the question itself: 60 s where this is not said
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.http2.min_recv_ping_interval_without_data_ms", min(ms, 5000)),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 250),  # devices may ask more often than we do
             # A small compressed message may unfold into a large one: none are unfolded.
             ("grpc.per_message_decompression", 0),
             ("grpc.compression_enabled_algorithms_bitset", 1),
