@@ -69,6 +69,7 @@ def test_a_side_network_comes_back_as_if_there_were_no_wire(running: Server, exp
     assert sorted(report.losses) == list(range(SMALL.steps))
     assert done[-1] == (24, 24)
     assert report.connections == 1
+    assert 0 < report.utilisation < 1
     # One epoch is computed and sent; the others come from the server's store.
     assert sorted(i for run in backbone.ran for i in run) == list(range(32))
     assert (report.computed, report.supplied) == (32, 0)
@@ -120,9 +121,9 @@ class Held(Workers):
         return told
 
     def tell(self) -> None:
-        for applied, told in self.held:
+        held, self.held = self.held, []  # telling one brings the next
+        for applied, told in held:
             told.set_result(applied.result(20))
-        self.held.clear()
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -138,8 +139,8 @@ def test_a_device_computes_ahead_by_its_window(tmp_path: Path, window: int) -> N
         thread.start()
         for done in range(0, task.steps, window):
             expected = min(done + window, task.steps)
-            assert waited(lambda count=expected - done: len(workers.held) == count)
-            assert len(backbone.ran) == expected
+            assert waited(lambda count=expected - done: len(workers.held) >= count)
+            assert (len(workers.held), len(backbone.ran)) == (expected - done, expected)
             workers.tell()
         thread.join(20)
         assert not thread.is_alive()

@@ -46,7 +46,6 @@ class Limits:
     """What devices may take and how long they may be silent.
 
     Attributes:
-        message_bytes: of any message.
         devices: connected at once.
         window_steps: steps that a device may have under way.
         window_bytes: bytes of these.
@@ -58,7 +57,6 @@ class Limits:
         idle_s: after which a training of a device that is gone is released from memory.
     """
 
-    message_bytes: int = 1 << 28
     devices: int = 256
     window_steps: int = 4
     window_bytes: int = 1 << 26
@@ -68,6 +66,11 @@ class Limits:
     stall_s: float = 60.0
     keepalive_s: float = 20.0
     idle_s: float = 300.0
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of any message at most."""
+        return max(wire.OPEN_BYTES, self.window_bytes)
 
 
 @dataclass
@@ -348,9 +351,10 @@ class Service:
 
     def _window(self, task: Task) -> Window:
         batch = wire.batch_limit(task)
-        if batch > self.limits.window_bytes or batch > self.limits.message_bytes:
-            most = min(self.limits.window_bytes, self.limits.message_bytes)
-            raise RefusedError(f"a batch of this task has up to {batch} bytes, this server takes {most}")
+        if batch > self.limits.window_bytes:
+            raise RefusedError(
+                f"a batch of this task has up to {batch} bytes, this server takes {self.limits.window_bytes}"
+            )
         steps = min(self.limits.window_steps, WINDOW_STEPS, self.limits.window_bytes // batch)
         return Window(steps, steps * batch, self.limits.window_orders)
 
