@@ -10,16 +10,19 @@ from costmodel.device import DeviceModel
 from kernels.spec import Kernel, Launch
 from layoutopt.errors import DeviceError
 from simulator.cache import Hierarchy, Level, State
-from simulator.counts import Columns, Estimate
+from simulator.counts import Columns, Estimate, summing_to
+from simulator.dirty import dirty_bytes
 from simulator.sampling import extrapolated, planned_stretches
 from simulator.trace import Schedule, TexelBlock, Walk, compile_launch, walk
-from simulator.warming import ENOUGH, Box, latest, warm
+from simulator.warming import Box, latest, warm
 
 __all__ = ["Caches", "hierarchy_of", "schedule_of", "texel_block_of"]
 
-Skip = Callable[[int, int], float]
+Skip = Callable[[int, int], None]
 _MOST_WARMED = 32
 """Cores whose second cache is warmed one by one."""
+_REACH = 3
+"""How far back steps that are skipped are touched, in lines over those that the last level holds."""
 
 
 def hierarchy_of(model: DeviceModel, images: bool = False) -> Hierarchy:
@@ -145,22 +148,33 @@ class Caches:
             return Estimate.exact(self.walked(launch, addresses, 0, launch.groups))
         per_group = launch.executions / max(launch.groups, 1)
         head, *stretches = planned_stretches(launch.groups, budget / per_group, self.hierarchy.cores, lot)
-        first = self.walked(launch, addresses, 0, head.last)
         if not stretches:
-            return Estimate.exact(first)
+            return Estimate.exact(self.walked(launch, addresses, 0, head.last))
+        begun = self.dirty_bytes
+        first = self._dirtied(launch, addresses, 0, head.last)
         at, found, groups = head.last, [], head.last
         for stretch in stretches:
-            pushed_out = skip(at, stretch.run_up)
-            if at == head.last:  # what the launches before had stored and not yet written back
-                first[:, self.columns.written] += (pushed_out * first[:, 1] / max(first[:, 1].sum(), 1)).astype(
-                    np.int64
-                )
+            skip(at, stretch.run_up)
             self.walked(launch, addresses, stretch.run_up, stretch.first)
-            found.append(self.walked(launch, addresses, stretch.first, stretch.last))
+            found.append(self._dirtied(launch, addresses, stretch.first, stretch.last))
             at = stretch.last
             groups += stretch.last - stretch.run_up
         skip(at, launch.groups)
-        return extrapolated(first, found, [s.scale for s in stretches], groups / launch.groups)
+        dirtied = extrapolated(first, found, [s.scale for s in stretches], groups / launch.groups)
+        written = dirtied.total[self.columns.written] + begun - self.dirty_bytes
+        return dirtied.summing_to(self.columns.written, written)
+
+    @property
+    def dirty_bytes(self) -> int:
+        """What was stored and memory does not have yet."""
+        return dirty_bytes(self._state)
+
+    def _dirtied(self, launch: Walk, addresses: np.ndarray, first: int, last: int) -> np.ndarray:
+        """As ``walked``, with what the groups dirtied in place of what was written to memory meanwhile."""
+        before = self.dirty_bytes
+        counts = self.walked(launch, addresses, first, last)
+        dirtied = counts[:, self.columns.written].sum() + self.dirty_bytes - before
+        return summing_to(counts, self.columns.written, dirtied)
 
     def walked(self, launch: Walk, addresses: np.ndarray, first: int, last: int) -> np.ndarray:
         """Counters [operands, columns] of work groups ``first`` to ``last`` (excluded) of a launch."""
@@ -173,22 +187,20 @@ class Caches:
     def skipper(self, kernel: Kernel, launch: Launch, addresses: np.ndarray) -> Skip:
         """What ``run`` takes to skip work groups of a launch."""
 
-        def skip(first: int, last: int) -> float:
-            return self.skip([(kernel, launch, addresses, first, last)])
+        def skip(first: int, last: int) -> None:
+            self.skip([(kernel, launch, addresses, first, last)])
 
         return skip
 
-    def skip(self, runs: Sequence[tuple[Kernel, Launch, np.ndarray, int, int]]) -> float:
+    def skip(self, runs: Sequence[tuple[Kernel, Launch, np.ndarray, int, int]]) -> None:
         """Leave in the caches what work groups that are not walked would, of several launches one after the other.
 
         Args:
             runs: kernel, launch, byte address of each operand, first group and end of the groups.
-
-        Returns:
-            Bytes that were in the caches before, had been stored to, and are written to memory for it.
         """
         outer = self.hierarchy.levels[-1]
-        capacity = outer.size_bytes // outer.line_bytes
+        # What was stored before what fills the cache, and is read again since, is dirty there.
+        capacity = outer.size_bytes // outer.line_bytes * (_REACH if len(runs) > 1 else 1)
         found: list[tuple[np.ndarray, list[Box]]] = []
         for kernel, launch, addresses, first, last in reversed(runs):
             if first >= last or capacity <= 0:
@@ -196,32 +208,17 @@ class Caches:
             boxes = latest(kernel, launch, first, last, capacity, outer.line_bytes)
             found.append((addresses, boxes))
             capacity -= sum(box.lines for box in boxes)
-        before = self._written_uncounted
         for addresses, boxes in reversed(found):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch)
-        # Beyond what the cache holds, the lines that go are those that came just now.
-        boxes = [box for _, own_boxes in found for box in own_boxes]
-        lines = sum(box.lines for box in boxes)
-        stored = sum(box.lines for box in boxes if box.write) / max(lines, 1)
-        holds = outer.size_bytes // outer.line_bytes
-        again = max(min(lines, int(ENOUGH * holds)) - holds, 0) * stored * outer.line_bytes
-        # Where less than the cache is touched, what was there goes bit by bit, and the stretches see it go.
-        pushed_out = max(float(self._written_uncounted - before) - again, 0.0) if lines >= holds else 0.0
         own = self._large_private
         if own is None or not found or self.hierarchy.cores > _MOST_WARMED:
-            return pushed_out
+            return
         # Each core has run its share of the latest groups, which read mostly the same lines.
         kernel, launch, addresses, first, last = next(run for run in reversed(runs) if run[3] < run[4])
         capacity = own.size_bytes // outer.line_bytes
         boxes = latest(kernel, launch, first, last, capacity, outer.line_bytes)
         for core in range(self.hierarchy.cores):
             warm(self._state, self.hierarchy, addresses, boxes, self._scratch, core)
-        return pushed_out
-
-    @property
-    def _written_uncounted(self) -> int:
-        """Bytes written to memory for groups that were not walked."""
-        return int(self._scratch[self.columns.written - 3])
 
     @property
     def _large_private(self) -> Level | None:

@@ -9,7 +9,11 @@ strata follow, hardly counts as noise.
 
 **Equal steps.** Steps that run the same kernel after the same kernel, as the layers of a transformer do, are a class. A
 few members, spread over it, are simulated, the others take their mean: two-stage sampling (Cochran, Sampling
-Techniques, ch. 10), of which both stages' variances are added.
+Techniques, ch. 10), of which both stages' variances are added. The members of all classes are of the same few blocks,
+so the first variance is one between blocks. Few blocks tell little of it, which Student's t allows for.
+
+**Bytes written** to memory were stored long before, by other groups and steps. So what is extrapolated is what a sample
+dirtied (``simulator/dirty.py``); that, less what is left in the caches, is what was written.
 
 The error says how far another sample could be off, not what all samples have in common: what the run-up and the warming
 get wrong (benchmarks/cache_sampling.py measures both).
@@ -17,16 +21,25 @@ get wrong (benchmarks/cache_sampling.py measures both).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from layoutopt.errors import LayoutOptError
-from simulator.counts import Estimate
+from simulator.counts import Estimate, Variance
 
-__all__ = ["EXACT", "Sampling", "Stretch", "chosen_members", "extrapolated", "planned_stretches", "spread_class"]
+__all__ = [
+    "EXACT",
+    "Sampling",
+    "Stretch",
+    "chosen_members",
+    "extrapolated",
+    "guessed_member",
+    "planned_stretches",
+    "spread_classes",
+]
 
 STRETCHES = 5
 """Stretches of a launch: fewer tell little of the variance, more are each too short to leave their run-up behind."""
@@ -105,14 +118,15 @@ def extrapolated(head: np.ndarray, stretches: Sequence[np.ndarray], scales: Sequ
         walked: share of the launch.
     """
     totals = np.array([scale * counts for scale, counts in zip(scales, stretches, strict=True)])  # [strata, …]
-    left = 1.0 - 1.0 / np.mean(scales)  # of a stratum that was walked whole nothing is uncertain
-    return Estimate(head + totals.sum(0), _successive(totals) * left, _successive(totals.sum(1)) * left, walked)
+    left = float(1.0 - 1.0 / np.mean(scales))  # of a stratum that was walked whole nothing is uncertain
+    return Estimate(head + totals.sum(0), _successive(totals, left), _successive(totals.sum(1), left), walked)
 
 
-def _successive(totals: np.ndarray) -> np.ndarray:
-    """Variance of the sum of strata, from differences of neighbours."""
-    strata = totals.shape[0]
-    return strata * (np.diff(totals, axis=0) ** 2).sum(0) / (2 * (strata - 1))
+def _successive(totals: np.ndarray, left: float) -> Variance:
+    """Variance of the sum of strata, from differences of neighbours; two thirds of the freedom of as many samples."""
+    differences = totals.shape[0] - 1
+    value = totals.shape[0] * (np.diff(totals, axis=0) ** 2).sum(0) / (2 * differences)
+    return Variance.of(value * left, 2 * differences / 3)
 
 
 def chosen_members(keys: Sequence[Hashable], repeats: int, seed: int) -> list[bool]:
@@ -138,19 +152,47 @@ def chosen_members(keys: Sequence[Hashable], repeats: int, seed: int) -> list[bo
     return out
 
 
-def spread_class(simulated: Sequence[Estimate], members: int) -> tuple[Estimate, np.ndarray]:
-    """What a member that was not simulated is taken for, and the variance of the class' total [columns].
-
-    Args:
-        simulated: of the class.
-        members: all of them.
-    """
+def guessed_member(simulated: Sequence[Estimate]) -> Estimate:
+    """What a member of a class that was not simulated is taken for: the mean of those that were, two or more."""
     count = len(simulated)
     counts = np.array([e.counts for e in simulated])
-    mean, own = counts.mean(0), np.mean([e.variance for e in simulated], axis=0)
-    within = np.mean([e.total_variance for e in simulated], axis=0)
-    if count == members:
-        return Estimate(mean, own, within, 0.0), within * count
-    between, apart = counts.var(0, ddof=1), counts.sum(1).var(0, ddof=1)
-    guess = Estimate(mean, between * (1 + 1 / count) + own, apart * (1 + 1 / count) + within, 0.0)
-    return guess, members**2 * (1 - count / members) * apart / count + members * within
+    between, apart = (Variance.of(own.var(0, ddof=1), count - 1) for own in (counts, counts.sum(1)))
+    within = _sum([e.variance for e in simulated]), _sum([e.total_variance for e in simulated])
+    own, total = (b.scaled(1 + 1 / count) + w.scaled(1 / count) for b, w in zip((between, apart), within, strict=True))
+    return Estimate(counts.mean(0), own, total, 0.0)
+
+
+def spread_classes(classes: Iterable[tuple[Sequence[Estimate], int]], columns: int) -> Variance:
+    """The variance of the total of several classes [columns].
+
+    The n-th simulated members of all classes are neighbours: copies of one block, which may be alike or unlike as
+    wholes. Compared as wholes they are few, though. So the variance between copies is taken, or that of classes as if
+    they were drawn apart, whichever gives the wider interval.
+
+    Args:
+        classes: of each the simulated members, in order, and how many it has.
+        columns: of a row.
+    """
+    within = between = Variance.none((columns,))
+    copies: dict[int, np.ndarray] = {}
+    for simulated, members in classes:
+        count = len(simulated)
+        within += _sum([e.total_variance for e in simulated]).scaled(members / count)
+        if count < members:
+            weight = members * (1 - count / members) ** 0.5
+            totals = weight * np.array([e.total for e in simulated])
+            between += _of_mean(totals)
+            copies[count] = copies[count] + totals if count in copies else totals
+    whole = sum((_of_mean(totals) for totals in copies.values()), Variance.none((columns,)))
+    return within + whole.or_wider(between)
+
+
+def _of_mean(totals: np.ndarray) -> Variance:
+    """Of the mean of samples [samples, columns]."""
+    count = totals.shape[0]
+    return Variance.of(totals.var(0, ddof=1) / count, count - 1)
+
+
+def _sum(variances: Sequence[Variance]) -> Variance:
+    """Of a sum of independent parts."""
+    return Variance(np.sum([v.value for v in variances], axis=0), np.sum([v.doubt for v in variances], axis=0))

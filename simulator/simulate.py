@@ -6,7 +6,7 @@ really walked and how far the totals may be off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,9 +19,9 @@ from kernels.spec import Kernel, Launch
 from layoutopt.graph import TrainingGraph
 from layoutopt.plan import ArenaSlot, Plan
 from layoutopt.rewrites import planned_graph
-from simulator.counts import Counts, Estimate
+from simulator.counts import Counts, Estimate, Variance
 from simulator.device_caches import Caches, hierarchy_of, schedule_of, texel_block_of
-from simulator.sampling import Sampling, chosen_members, spread_class
+from simulator.sampling import Sampling, chosen_members, guessed_member, spread_classes
 
 __all__ = [
     "CacheReport",
@@ -132,20 +132,69 @@ def simulate(
     caches = Caches(model, any(launch.images for step in steps for launch in step.kernel.launches))
     keys = _classes(steps)
     chosen = chosen_members(keys, sampling.repeats, seed)
-    found: list[Estimate | None] = []
-    skipped: list[tuple[Kernel, Launch, np.ndarray, int, int]] = []
+    walked = _Walked()
+    skipped: list[int] = []
+    held = 0
     for number, step in enumerate(steps):
-        addresses = arena_addresses(plan, step)
-        if chosen[number]:
-            caches.skip(skipped)
-            skipped = []
-            found.append(_simulated(graph, step, caches, addresses, sampling, number))
+        if not chosen[number]:
+            skipped.append(number)
         else:
-            skipped += [(step.kernel, x, addresses, 0, x.nest.groups) for x in step.kernel.launches]
-            found.append(None)
+            held = walked.cross(skipped, held, steps, plan, caches)
+            skipped = []
+            estimate = _simulated(graph, step, caches, arena_addresses(plan, step), sampling, number)
+            grown, held = caches.dirty_bytes - held, caches.dirty_bytes
+            walked.add(number, estimate, caches.columns.written, grown)
         if progress:
             progress(number + 1, len(steps))
-    return _report(steps, keys, found, caches, model, plan.solver.strategy)
+    walked.cross(skipped, held, steps, plan, caches)
+    return _report(steps, keys, walked, caches, model, plan.solver.strategy)
+
+
+class _Walked:
+    """Steps that were simulated, by position, and those in between.
+
+    Attributes:
+        found: their counters.
+        dirtied: the same with what they dirtied in place of what was written to memory meanwhile.
+        gaps: steps that were skipped one after the other, and by how many bytes more was dirty after them than before.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int, Estimate] = {}
+        self.dirtied: dict[int, Estimate] = {}
+        self.gaps: list[tuple[list[int], int]] = []
+
+    def add(self, number: int, estimate: Estimate, column: int, grown: int) -> None:
+        """A step that was simulated; ``grown``: by how many bytes more is dirty since."""
+        self.found[number] = estimate
+        self.dirtied[number] = estimate.summing_to(column, estimate.total[column] + grown)
+
+    def cross(self, skipped: list[int], held: int, steps: Sequence[BoundStep], plan: Plan, caches: Caches) -> int:
+        """Leave in the caches what skipped steps would; returns the bytes that are dirty then."""
+        if not skipped:
+            return held
+        runs: list[tuple[Kernel, Launch, np.ndarray, int, int]] = []
+        for number in skipped:
+            step = steps[number]
+            addresses = arena_addresses(plan, step)
+            runs += [(step.kernel, x, addresses, 0, x.nest.groups) for x in step.kernel.launches]
+        caches.skip(runs)
+        self.gaps.append((skipped, caches.dirty_bytes - held))
+        return caches.dirty_bytes
+
+    def estimates(self, keys: Sequence[Hashable], column: int) -> list[Estimate]:
+        """Of all steps in order: those that were skipped are taken for the mean of their class."""
+        classes: dict[Hashable, list[Estimate]] = {}
+        for number, own in self.dirtied.items():
+            classes.setdefault(keys[number], []).append(own)
+        out = dict(self.found)
+        for skipped, grown in self.gaps:
+            guesses = {number: guessed_member(classes[keys[number]]) for number in skipped}
+            dirtied = sum(guess.total[column] for guess in guesses.values())
+            share = max(1.0 - grown / dirtied, 0.0) if dirtied else 0.0
+            for number, guess in guesses.items():
+                out[number] = guess.summing_to(column, guess.total[column] * share)
+        return [out[number] for number in range(len(keys))]
 
 
 def _classes(steps: Sequence[BoundStep]) -> list[tuple[str, str, str]]:
@@ -167,72 +216,71 @@ def _simulated(
     walked = sum(w * p.walked for w, p in zip(weights, parts, strict=True)) / max(sum(weights), 1)
     return Estimate(
         np.sum([p.counts for p in parts], axis=0),
-        np.sum([p.variance for p in parts], axis=0),
-        np.sum([p.total_variance for p in parts], axis=0),
+        sum((p.variance for p in parts), Variance.none(parts[0].counts.shape)),
+        sum((p.total_variance for p in parts), Variance.none(parts[0].total.shape)),
         walked,
     )
 
 
 class _Sums:
-    """Rows and variances by name."""
+    """Rows, their variances and what of them was extrapolated, by name."""
 
-    def __init__(self) -> None:
-        self._rows: dict[str, list[np.ndarray]] = {}
+    def __init__(self, width: int) -> None:
+        self._nothing = np.zeros(width), Variance.none((width,)), np.zeros(width)
+        self._rows: dict[str, tuple[np.ndarray, Variance, np.ndarray]] = {}
 
-    def add(self, key: str, row: np.ndarray, variance: np.ndarray) -> None:
-        if key in self._rows:
-            self._rows[key][0] += row
-            self._rows[key][1] += variance
-        else:
-            self._rows[key] = [row.copy(), variance.copy()]
+    def add(self, key: str, row: np.ndarray, variance: Variance, extrapolated: np.ndarray) -> None:
+        known, before, rest = self._rows.get(key, self._nothing)
+        self._rows[key] = known + row, before + variance, rest + extrapolated
 
     def counts(self) -> dict[str, Counts]:
-        return {key: Counts.of(row, variance) for key, (row, variance) in self._rows.items()}
+        return {key: Counts.of(*own) for key, own in self._rows.items()}
 
 
 def _report(
     steps: Sequence[BoundStep],
     keys: Sequence[tuple[str, str, str]],
-    found: Sequence[Estimate | None],
+    found: _Walked,
     caches: Caches,
     model: DeviceModel,
     strategy: str,
 ) -> CacheReport:
+    width = caches.columns.width
+    nothing, certain = np.zeros(width), Variance.none((width,))
     classes: dict[tuple[str, str, str], list[int]] = {}
     for number, key in enumerate(keys):
         classes.setdefault(key, []).append(number)
-    guesses, by_step, by_tensor, by_phase, total = {}, _Sums(), _Sums(), _Sums(), _Sums()
-    for key, members in classes.items():
-        guesses[key], variance = spread_class([e for n in members if (e := found[n]) is not None], len(members))
-        nothing = np.zeros(caches.columns.width)
-        total.add("", nothing, variance)
-        by_phase.add(key[0], nothing, variance)
+    sampled = {k: ([found.dirtied[n] for n in own if n in found.dirtied], len(own)) for k, own in classes.items()}
+    by_step, by_tensor, by_phase, total = (_Sums(width) for _ in range(4))
+    total.add("", nothing, spread_classes(sampled.values(), width), nothing)
+    for phase in dict.fromkeys(key[0] for key in keys):
+        spread = spread_classes((own for k, own in sampled.items() if k[0] == phase), width)
+        by_phase.add(phase, nothing, spread, nothing)
     operands = []
     alike: dict[tuple[str, str], int] = {}
     walked = executed = 0.0
-    for step, key, own in zip(steps, keys, found, strict=True):
-        estimate = own or guesses[key]
-        row = estimate.total
-        nothing = np.zeros(caches.columns.width)
-        total.add("", row, nothing)
-        by_phase.add(step.phase, row, nothing)
-        by_step.add(step.label, row, estimate.total_variance)
+    estimates = found.estimates(keys, caches.columns.written)
+    for step, key, estimate in zip(steps, keys, estimates, strict=True):
+        row, rest = estimate.total, estimate.extrapolated
+        total.add("", row, certain, rest.sum(0))
+        by_phase.add(step.phase, row, certain, rest.sum(0))
+        by_step.add(step.label, row, estimate.total_variance, rest.sum(0))
         walked += row[0] * estimate.walked
         executed += row[0]
         group = alike.setdefault(key[:2], len(alike))
         for position, storage in enumerate(step.storages):
-            one, variance = estimate.counts[position], estimate.variance[position]
-            by_tensor.add(storage or "(workspace)", one, variance)
-            operands.append(_operand(step, position, group, Counts.of(one, variance)))
+            own = estimate.counts[position], estimate.variance[position], rest[position]
+            by_tensor.add(storage or "(workspace)", *own)
+            operands.append(_operand(step, position, group, Counts.of(*own)))
     return CacheReport(
         tuple(level.name for level in caches.hierarchy.levels),
-        total.counts()[""] if steps else Counts.of(np.zeros(caches.columns.width)),
+        total.counts()[""],
         by_step.counts(),
         by_tensor.counts(),
         _in_order(by_phase.counts(), [step.phase for step in steps]),
         tuple(operands),
         walked / executed if executed else 1.0,
-        sum(e is not None for e in found),
+        len(found.found),
         model.name,
         model.origin == "modelled",
         strategy,
