@@ -1,4 +1,4 @@
-"""Two graphs of a forward pass as one: the second runs on what the first gives."""
+"""Two graphs of a forward pass as one: the second runs on what the first gives, as soon as it gives it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layoutopt.errors import GraphError
 from layoutopt.graph import Tensor, TrainingGraph, rename_operand
 from layoutopt.microbatch import AXES
 
-__all__ = ["join"]
+__all__ = ["as_soon", "join"]
 
 
 def join(
@@ -68,6 +68,39 @@ def join(
         first.constants | {names[t]: value for t, value in second.constants.items()},
         _meta(first, second, names, moved),
     )
+
+
+def as_soon(graph: TrainingGraph, trunk: str) -> TrainingGraph:
+    """The graph in another order: what a tensor does not need runs as soon as what it reads is there.
+
+    So that of a large result, of which a few rows or few bits are kept, the rest dies at once.
+
+    Args:
+        graph: of a forward pass.
+        trunk: the tensor; ops that it needs keep their order.
+    """
+    needed = _needed(graph, trunk)
+    place: dict[str, int] = {}
+    places: list[int] = []
+    for i, op in enumerate(graph.ops):
+        own = i if op.name in needed else max((place[o.tensor] for o in op.inputs if o.tensor in place), default=-1)
+        places.append(own)
+        place |= {o.tensor: own for o in op.outputs}
+    # An op of the trunk comes before what was waiting for it; among these, order stays.
+    order = sorted(range(len(graph.ops)), key=lambda i: (places[i], graph.ops[i].name not in needed, i))
+    return graph if order == list(range(len(order))) else graph.with_ops([graph.ops[i] for i in order])
+
+
+def _needed(graph: TrainingGraph, tensor: str) -> set[str]:
+    """Names of the ops that a tensor needs."""
+    found: set[str] = set()
+    pending = [tensor]
+    while pending:
+        op = graph.producer.get(pending.pop())
+        if op is not None and op.name not in found:
+            found.add(op.name)
+            pending += [o.tensor for o in op.inputs]
+    return found
 
 
 def _check_wires(first: TrainingGraph, second: TrainingGraph, wires: Mapping[str, str]) -> None:

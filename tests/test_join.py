@@ -11,7 +11,7 @@ from kernels.reference import run
 from layoutopt.capture_build import Context, GraphBuilder
 from layoutopt.errors import GraphError
 from layoutopt.graph import TrainingGraph
-from layoutopt.join import join
+from layoutopt.join import as_soon, join
 from layoutopt.microbatch import AXES
 from layoutopt.passes import run_passes
 
@@ -93,3 +93,37 @@ def test_what_does_not_fit_is_refused(wires: dict[str, str], prefix: str, words:
     with pytest.raises(GraphError, match=words) as caught:
         join(linear("one", 3, 4, 5, "out"), linear("two", 3, 5, 2, "out"), wires, prefix=prefix)
     assert "\n" not in str(caught.value)
+
+
+def chain(length: int) -> TrainingGraph:
+    """``s_i = x_i @ w`` down a chain, a row of each kept at the end, and something that the chain does not need."""
+    b = GraphBuilder()
+    x = b.tensor("x", (6, 6), "float32", "input")
+    kept = []
+    for i in range(length):
+        b.context = Context(f"mm{i}")
+        w = b.tensor(f"w{i}", (6, 6), "float32", "parameter", init="ones")
+        three = [("reshape", (1, 6, 6))]
+        x = b.contract(b.operand(x, *three), b.operand(w, *three), (6, 6), (1, 6, 6))
+        kept.append(x)
+    for i, value in enumerate(kept):
+        b.context = Context(f"keep{i}")
+        b.name(b.reduce("sum", value, [0]), f"kept{i}", "output")
+    b.finish()
+    return TrainingGraph("chain", b.tensors, b.ops, tuple(f"kept{i}" for i in range(length)))
+
+
+def test_what_the_trunk_does_not_need_runs_as_soon_as_it_can() -> None:
+    from layoutopt.rewrite_updates import peak_bytes
+
+    graph = chain(5)
+    soon = as_soon(graph, "kept4")
+    assert [op.kind for op in soon.ops] == ["contraction", "reduce"] * 5
+    assert sorted(op.name for op in soon.ops) == sorted(op.name for op in graph.ops)
+    assert soon.outputs == graph.outputs
+    given = values(("x", (6, 6)), *((f"w{i}", (6, 6)) for i in range(5)))
+    a, b = run(graph, given), run(soon, given)
+    for name in graph.outputs:
+        np.testing.assert_array_equal(a[name], b[name])
+    assert peak_bytes(soon) < peak_bytes(graph)
+    assert as_soon(soon, "kept4") is soon

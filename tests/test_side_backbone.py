@@ -19,7 +19,7 @@ from layoutopt.errors import GraphError, LayoutOptError  # noqa: E402
 from layoutopt.facade import capture_model, solve_plan  # noqa: E402
 from layoutopt.models import uncalibrated  # noqa: E402
 from layoutopt.quantize import Format, dequantise, quantise  # noqa: E402
-from layoutopt.side.backbone import Backbone, Wanted, capture_wanted  # noqa: E402
+from layoutopt.side.backbone import Backbone, Wanted, capture_wanted, sending  # noqa: E402
 from layoutopt.side.graphs import facts_of, tap_tensor  # noqa: E402
 from tests.tap_cases import (  # noqa: E402
     BATCH,
@@ -214,18 +214,20 @@ def test_a_backbone_needs_less_memory_than_a_training_step(device_index: int) ->
     backbone.close()
 
 
-def test_more_blocks_need_no_more_room_for_activations() -> None:
-    """Of a forward pass everything dies early: the taps' few bytes are all that grows with depth."""
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("tokens", ["pivot", "all"])
+def test_activations_die_early_however_many_taps_there_are(model: str, tokens: str) -> None:
     from layoutopt.rewrite_updates import peak_bytes
 
-    def alive(layers: int) -> int:
-        taps = tuple(f"bert.encoder.layer.{i}" for i in (5,)) if layers == 6 else ("bert.encoder.layer.1",)
-        model = "minilm" if layers == 6 else "bert-tiny"
-        graph = capture_wanted(Wanted(model, batch=2, seq=16, format=FLOATS, taps=taps))
-        weights = sum(t.size_elems * t.item_bytes for t in graph.by_role("parameter"))
-        return (peak_bytes(graph) - weights) // facts_of(graph)["width"]
+    def alive(one: Wanted) -> int:
+        """Bytes at the fullest op, without parameters and what is given away."""
+        graph = sending(capture_wanted(one), one.format)
+        held = [t for t in graph.tensors.values() if t.role == "parameter" or t.name in graph.outputs]
+        return peak_bytes(graph) - sum(t.size_elems * t.item_bytes for t in held)
 
-    assert alive(6) < 2 * alive(2)
+    every = Wanted(model, batch=4, seq=16, format=Format("int8"), tokens=tokens)
+    last = replace(every, taps=facts_of(capture_wanted(every))["taps"][-1:])
+    assert alive(every) <= alive(last)
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

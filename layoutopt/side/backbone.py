@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layoutopt.errors import GraphError, LayoutOptError
+from layoutopt.join import as_soon
 from layoutopt.quantize import Format, dequantise
 from layoutopt.side.graphs import facts_of, quantised, sent_tensors, tap_tensor
 from layoutopt.side.task import Tap
@@ -93,7 +94,8 @@ def capture_wanted(wanted: Wanted) -> TrainingGraph:
     from layoutopt.passes import run_passes
 
     captured = capture_taps(wanted.model, batch=wanted.batch, seq=wanted.seq, taps=wanted.taps, tokens=wanted.tokens)
-    return run_passes(captured)[0]
+    graph = run_passes(captured)[0]
+    return as_soon(graph, graph.outputs[-1])
 
 
 def sending(graph: TrainingGraph, fmt: Format) -> TrainingGraph:

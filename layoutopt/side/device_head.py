@@ -115,7 +115,7 @@ def fit_head(features: np.ndarray, labels: np.ndarray, classes: int) -> DeviceHe
     # The loss curves at most as its largest eigenvalue does: half that of the features' covariance, and the decay.
     rate = 1.0 / (0.5 * np.linalg.norm(np.hstack([z, np.ones((len(z), 1))]), 2) ** 2 / len(z) + _DECAY)
     right = np.eye(classes)[y]
-    weight, bias = _descended(z, right, rate)
+    weight, bias = _descended(z, right, float(rate))
     scaled = weight / np.maximum(spread, 1e-6)
     return DeviceHead(scaled.astype(np.float32), (bias - scaled @ mean).astype(np.float32))
 

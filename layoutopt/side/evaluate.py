@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layoutopt.errors import LayoutOptError
-from layoutopt.join import join
+from layoutopt.join import as_soon, join
 from layoutopt.passes import run_passes
 from layoutopt.side.backbone import Planning, Wanted, capture_wanted
 from layoutopt.side.device_head import DeviceHead
-from layoutopt.side.graphs import as_received, facts_of, received_tensor
+from layoutopt.side.graphs import as_received, facts_of, received_tensor, tap_tensor
 from layoutopt.side.pretrained import Pretrained, load_pretrained
 from layoutopt.side.samples import encoded
 from layoutopt.side.weights import SideWeights, read_safetensors, unpack
@@ -104,6 +104,7 @@ def tuned_graph(
     if MASK in side.tensors and MASK in backbone.tensors:
         wires[MASK] = MASK
     whole = join(received, side, wires, name=f"{task.model}-tuned", prefix=PREFIX, outputs=(f"{PREFIX}{LOGITS}",))
+    whole = as_soon(whole, tap_tensor(task.taps[-1]))
     return run_passes(whole)[0], {f"{PREFIX}{name}": x for name, x in values.items()}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -156,24 +155,43 @@ def _captured(
     model: str,
 ) -> TrainingGraph:
     keep = {"all": _every_row, "first": _first_rows, "last": _last_rows}[known.pivot if tokens == "pivot" else tokens]
-    with _listening(module, names) as heard:
+    backbone = module.get_submodule(known.prefix.rstrip("."))
+    with _listening(module, names, keep) as heard:
+
+        def outputs(_: nn.Module, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            heard.batch = batch
+            backbone(**batch)
+            return {tap_tensor(name): heard.taps[name] for name in names}
+
         return capture_forward(
             module,
             dict(inputs),
-            outputs=partial(_tapped, heard=heard, names=names, backbone=known.prefix.rstrip("."), keep=keep),
+            outputs=outputs,
             name=f"{model}-taps",
             meta={"what": f"{model} forward to its {len(names)} taps, {tokens} tokens"},
         )
 
 
+class _Heard:
+    """What tapped modules gave, and the batch that they gave it for."""
+
+    def __init__(self) -> None:
+        self.batch: Mapping[str, torch.Tensor] = {}
+        self.taps: dict[str, torch.Tensor] = {}
+
+
 @contextmanager
-def _listening(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-    """What modules give, by name, whenever they are called meanwhile."""
-    heard: dict[str, torch.Tensor] = {}
+def _listening(
+    module: nn.Module,
+    names: Sequence[str],
+    keep: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
+) -> Iterator[_Heard]:
+    """What modules give, by name, whenever they are called meanwhile; what is kept of it is traced at once."""
+    heard = _Heard()
 
     def hear(name: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: Any, result: Any) -> None:
-            heard[name] = result[0] if isinstance(result, tuple) else result
+            heard.taps[name] = keep(result[0] if isinstance(result, tuple) else result, heard.batch)
 
         return hook
 
@@ -183,20 +201,6 @@ def _listening(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, to
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _tapped(
-    module: nn.Module,
-    batch: Mapping[str, torch.Tensor],
-    *,
-    heard: dict[str, torch.Tensor],
-    names: Sequence[str],
-    backbone: str,
-    keep: Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor],
-) -> dict[str, torch.Tensor]:
-    heard.clear()
-    module.get_submodule(backbone)(**batch)
-    return {tap_tensor(name): keep(heard[name], batch) for name in names}
 
 
 def _every_row(x: torch.Tensor, _: Mapping[str, torch.Tensor]) -> torch.Tensor:
