@@ -182,6 +182,7 @@ def test_no_token_and_no_text_crosses_the_wire(
         code = main([*words_of_device, "--batch", "4", "--epochs", "2", *options, *arguments])
         printed = capsys.readouterr()
         assert code == 0, printed.err
+        assert ("activations of all tokens tell" in printed.err) == ("all" in options)
         facts = json.loads(printed.out)
         recorded = bytes(link.up + link.down)
     lines = [line.partition("\t")[2] for line in data.read_text().splitlines()]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["HEAD_FILE", "NETWORK_FILE", "BackboneSource", "Job", "Outcome", "run_job"]
 
 NETWORK_FILE, HEAD_FILE, _SECRET_FILE = "side.safetensors", "device-head.safetensors", "samples.key"
+_ALL_TOKENS = "activations of all tokens tell the server what is in the samples: pivot tokens tell far less"
 _HEAD_SAMPLES = 512
 """That the device's own head is fitted to, at most."""
 
@@ -167,6 +168,8 @@ def run_job(
     check_folder(job.out)
     backbone = Backbone.open(job.wanted, runtime, planning)
     try:
+        if backbone.rows_per_sample > 1:
+            announce(_ALL_TOKENS)
         samples = read_samples(backbone, job.data, backbone.classes)
         training = samples.split(job.held_out, job.seed)[0]
         job.out.mkdir(parents=True, exist_ok=True)
