@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ from costmodel.memory_probes import memory_runs
 from costmodel.probe_runs import Run, time_runs
 from kernels.spec import DeviceLimits, OpSpec
 from kernels.variants import families, kernels_for
-from layoutopt.graph import Expr
+from layoutopt.graph import PRODUCTS, Expr
 from layoutopt.layout import Layout
+from layoutopt.quantize import Format, groups_per_row, words_per_row
 
 if TYPE_CHECKING:
     from kernels.runtime import Runtime
@@ -267,11 +269,13 @@ _ADD = Expr((("add", ("x", 0), ("x", 1)),), (("t", 0),))
 _COPY = Expr((), (("x", 0),))
 
 
+_QUANTISED = ("quantized_contraction", "quantized_gather", "quantize", "dequantize")
 _SAMPLED_KINDS = (
     *("contraction", "pointwise") * 3,
     *("reduce", "softmax", "softmax_grad", "log_softmax", "layer_norm", "layer_norm_grad", "layer_norm_affine"),
     *("gather", "scatter_add", "cross_entropy", "cross_entropy_grad", "concat"),
     *("attention", "attention_grad"),
+    *_QUANTISED,
 )
 
 
@@ -288,6 +292,9 @@ def designed_specs(rng: random.Random) -> Iterator[OpSpec]:
             continue
         if kind in ("attention", "attention_grad"):
             yield _attention_spec(kind, b, min(m, 256), min(n, 256), rng.choice((16, 20, 32, 64)), rng.random() < 0.5)
+            continue
+        if kind in _QUANTISED:
+            yield _quantised_spec(kind, m, k, n, rng.choice(("int8", "nf4:64")))
             continue
         m *= rng.choice((1, 1, 4))
         if kind == "pointwise":
@@ -317,6 +324,22 @@ def designed_specs(rng: random.Random) -> Iterator[OpSpec]:
             yield OpSpec(kind, shapes, (f, f, "int32", f, f, f), 5, (("ignore_index", -100),))
         else:
             yield OpSpec(kind, ((b, m, k), (b, n, k), (b, m + n, k)), (f,) * 3, 2, (("starts", (0, m)),))
+
+
+def _quantised_spec(kind: str, m: int, k: int, n: int, fmt: str) -> OpSpec:
+    """An op over rows of k numbers in few bits: n rows of weights, or m rows of activations."""
+    form, f = Format.parse(fmt), "float32"
+    words, groups = words_per_row(form, k), groups_per_row(form, k)
+    attrs: tuple[tuple[str, Any], ...] = (("format", fmt),)
+    if kind == "quantized_contraction":
+        shapes: tuple[tuple[int, ...], ...] = ((m, k), (n, words), (n, groups), (m, n))
+        return OpSpec(kind, shapes, (f, "int32", f, f), 3, (("alpha", 1.0), *attrs))
+    if kind == "quantized_gather":
+        shapes = ((8 * n, words), (8 * n, groups), (m,), (m, k))
+        return OpSpec(kind, shapes, ("int32", f, "int32", f), 3, attrs)
+    if kind == "quantize":
+        return OpSpec(kind, ((m, k), (m, words), (m, groups)), (f, "int32", f), 1, attrs)
+    return OpSpec(kind, ((m, words), (m, groups), (m, k)), ("int32", f, f), 2, attrs)
 
 
 def _attention_spec(kind: str, b: int, m: int, n: int, d: int, masked: bool) -> OpSpec:
@@ -350,10 +373,10 @@ def designed_pairs(
         spec = next(source)
         if spec.kind not in served:
             continue
-        if spec.kind == "contraction" and 2.0 * spec.shapes[0][1] * spec.shapes[0][2] * spec.shapes[1][2] > most_flops:
+        if spec.kind in PRODUCTS and 2.0 * prod(spec.shapes[0][-2:]) * spec.shapes[-1][-1] > most_flops:
             continue
         layouts = tuple(layout_choices(shape, rng) for shape in spec.shapes)
-        if spec.kind != "contraction" and rng.random() < 0.5:
+        if spec.kind not in PRODUCTS and rng.random() < 0.5:
             layouts = tuple(Layout.row_major(shape) for shape in spec.shapes)
         if kernels_for(spec, layouts, limits):
             found[spec, layouts] = None

@@ -69,9 +69,10 @@ inline void unpack(WORDS_ARG, SCALES_ARG, SPACE VT *tile LEVELS_ARG, const int b
     }
 }
 
+// By vload, because clang takes wide registers only in functions that it sees exchange wide vectors with others.
 inline void multiply(
-    X_ARG, SPACE const VT *tile, VT (*sums)[NV], const int block, const int r0, const int lives, const int edge) {
-    VT acc[MR][NV];
+    X_ARG, SPACE const float *tile, VT (*sums)[NV], const int block, const int r0, const int lives, const int edge) {
+    VT acc[MR][NV], y[NV];
     int xo[MR];
 #pragma unroll
     for (int r = 0; r < MR; ++r) xo[r] = X_IDX(0, edge ? min(r0 + r, RN - 1) : r0 + r, 0);
@@ -85,12 +86,14 @@ inline void multiply(
 #pragma unroll
         for (int j = 0; j < NV; ++j) acc[r][j] = sums[r][j];
 
-#define ADD(x, r, k) _Pragma("unroll") for (int j = 0; j < NV; ++j) acc[r][j] += (VT)(x) * tile[(k) * COLS + j]
+#define LOAD(k) _Pragma("unroll") for (int j = 0; j < NV; ++j) y[j] = CAT(vload, V)((k) * COLS + j, tile)
+#define ADD(x, r) _Pragma("unroll") for (int j = 0; j < NV; ++j) acc[r][j] += (VT)(x) * y[j]
 #define STEP(xk, k) \
     do { \
+        LOAD(k); \
         _Pragma("unroll") for (int r = 0; r < MR; ++r) { \
             const float x = X_READ(XOFF(r) + (xk)); \
-            ADD(x, r, k); \
+            ADD(x, r); \
         } \
     } while (0)
 
@@ -106,9 +109,11 @@ inline void multiply(
 #pragma unroll
                 for (int i = 0; i < MR; ++i) LOAD_X(x, i, xk + k * XKS);
 #pragma unroll
-                for (int i = 0; i < XV; ++i)
+                for (int i = 0; i < XV; ++i) {
+                    LOAD(k0 + k + i);
 #pragma unroll
-                    for (int r = 0; r < MR; ++r) ADD(x[r][i], r, k0 + k + i);
+                    for (int r = 0; r < MR; ++r) ADD(x[r][i], r);
+                }
             }
 #endif
         }
@@ -188,12 +193,12 @@ __kernel void quantized_contraction(X_ARG, WORDS_ARG, SCALES_ARG, Z_ARG MORE_ARG
         for (int t = 0; t < RT; ++t) {
             const int r0 = r00 + t * MR, lives = r0 < RN && c0 < CN;
 #if ITEMS > 1 || RN % MR == 0
-            multiply(X, tile + ci * NV, sums[t], block, r0, lives, RN % MR != 0);
+            multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, lives, RN % MR != 0);
 #else
             if (r0 + MR <= RN)
-                multiply(X, tile + ci * NV, sums[t], block, r0, lives, 0);
+                multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, lives, 0);
             else
-                multiply(X, tile + ci * NV, sums[t], block, r0, lives, 1);
+                multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, lives, 1);
 #endif
         }
     }

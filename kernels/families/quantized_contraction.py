@@ -28,7 +28,7 @@ from layoutopt.quantize import LEVELS, Format
 __all__ = ["QUANTIZED_CONTRACTION", "QuantizedContraction"]
 
 _TILES = {
-    16: ((8, 2), (12, 2), (8, 1), (2, 2), (2, 1)),
+    16: ((8, 2), (8, 3), (12, 2), (8, 1), (2, 2), (2, 1)),
     8: ((6, 2), (4, 3), (4, 2), (2, 2), (2, 1)),
     4: ((8, 2), (4, 2), (8, 1), (2, 1)),
 }
