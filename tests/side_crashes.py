@@ -1,6 +1,6 @@
 """Ends a training at every moment that matters, and sees what is left: ``python -m tests.side_crashes FOLDER``.
 
-Each training runs in a fork of this process, which has imported torch and calculated next to nothing. "points": killed
+Each training runs in a fork of this process, which has imported torch and calculated nothing. "points": killed
 before, in and after every operation on files; "moments": killed at random times, while one thread accepts and another
 applies; "full": the disk takes only so many bytes for a while. Prints what was tried and what went wrong, as JSON.
 """
@@ -21,8 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from layoutopt.errors import LayoutOptError
 from layoutopt.side import journal
@@ -267,7 +265,6 @@ def full(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # imports what every fork would import
     os.fsync = lambda _: None  # type: ignore[assignment]  # the system outlives these ends, and keeps what was written
     logging.disable()  # what is announced is not what is looked at
     print(json.dumps({f.__name__: f(Path(sys.argv[1])) for f in (points, moments, full)}))

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="needs the extra 'torch'")
 
 from layoutopt.errors import LayoutOptError  # noqa: E402
 from layoutopt.side.journal import Journal  # noqa: E402
+from layoutopt.side.optimizer import Optimizer  # noqa: E402
 from layoutopt.side.task import WINDOW_STEPS, Batch, Task  # noqa: E402
 from layoutopt.side.trainer import Trainer, learning_rate  # noqa: E402
 from layoutopt.side.weights import initial_weights, unpack  # noqa: E402
@@ -128,6 +129,29 @@ def test_the_head_is_the_devices_at_the_start_and_only_then(tmp_path: Path) -> N
     assert _open(tmp_path).weights()["classifier.weight"].min() == 1
     with pytest.raises(LayoutOptError, match="the head has 'mix'"):
         _open(tmp_path / "other", head={"mix": np.ones(1, np.float32)})
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_optimizers_are_torchs_bit_by_bit(kind: str) -> None:
+    task = task_of(optimizer=kind, weight_decay=0.1)
+    rng = np.random.default_rng(0)
+    start = {"matrix": rng.standard_normal((5, 3), np.float32), "bias": rng.standard_normal(4, np.float32)}
+    ours = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in start.items()}
+    theirs = {n: torch.nn.Parameter(torch.tensor(v)) for n, v in start.items()}
+    optimizer = Optimizer(task, ours)
+    groups = [{"params": [theirs["matrix"]], "weight_decay": 0.1}, {"params": [theirs["bias"]], "weight_decay": 0.0}]
+    peer = torch.optim.AdamW(groups) if kind == "adamw" else torch.optim.SGD(groups, lr=1, momentum=0.9)
+    for step in range(6):
+        for name, value in ours.items():
+            value.grad = torch.tensor(rng.standard_normal(value.shape, np.float32))
+            theirs[name].grad = value.grad.clone()
+        for group in peer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        optimizer.step(step, 0.1 / (step + 1))
+        peer.step()
+        if step == 3:  # as a checkpoint does
+            optimizer = Optimizer(task, ours, optimizer.state())
+        assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])

@@ -20,7 +20,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from layoutopt.errors import LayoutOptError
 from layoutopt.files import lock, sync_folder, write_atomic
 from layoutopt.side.journal import Journal
 from layoutopt.side.network import SideNetwork, inputs_of, loss_of
+from layoutopt.side.optimizer import Optimizer
 from layoutopt.side.task import WINDOW_STEPS, Batch, Task
 from layoutopt.side.weights import SideWeights, initial_weights, pack, read_safetensors, weight_shapes
 
@@ -37,9 +38,7 @@ __all__ = ["Trainer", "learning_rate"]
 _LOG = logging.getLogger(__name__)
 _FORMAT = "side training 1"
 _CHECKPOINT = "checkpoint.safetensors"
-_MOMENTUM = 0.9
 _LOSSES_KEPT = 64
-_OPTIMIZER = "optimizer."
 
 
 def learning_rate(task: Task, step: int) -> float:
@@ -72,7 +71,7 @@ class Trainer:
         self._checkpoint_steps, self._journal_bytes = 1, 0
         self._journal: Journal
         self._network: SideNetwork
-        self._optimizer: torch.optim.Optimizer
+        self._optimizer: Optimizer
 
     @classmethod
     def open(
@@ -241,14 +240,12 @@ class Trainer:
         assert batch.targets is not None, "a checked batch with taps has targets"
         taps, mask = inputs_of(self.task, batch, self._device)
         with _threads(self._threads):
-            self._optimizer.zero_grad(set_to_none=True)
+            self._network.zero_grad(set_to_none=True)
             result = loss_of(self.task, self._network(taps, mask), batch.targets)
             loss = result.item()
             result.backward()
             self._check_finite(batch.step, loss)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate(self.task, batch.step)
-            self._optimizer.step()
+            self._optimizer.step(batch.step, learning_rate(self.task, batch.step))
         self.applied += 1
         self._losses[batch.step] = loss
         while len(self._losses) > _LOSSES_KEPT:
@@ -259,7 +256,7 @@ class Trainer:
         gradients = [v.grad for v in self._network.values if v.grad is not None]
         if math.isfinite(loss) and all(bool(torch.isfinite(g).all()) for g in gradients):
             return
-        self._optimizer.zero_grad(set_to_none=True)
+        self._network.zero_grad(set_to_none=True)
         self.failure = f"the loss or its gradient is not finite at step {step}: begin anew with a lower lr"
         raise LayoutOptError(self.failure)
 
@@ -271,11 +268,7 @@ class Trainer:
             _LOG.warning("%s: no checkpoint at step %d: %s", self._directory, self.applied, error)
 
     def _checkpoint(self) -> None:
-        values = dict(self._network.weights())
-        for name, value in self._network.named().items():
-            for key, state in self._optimizer.state.get(value, {}).items():
-                if isinstance(state, torch.Tensor):
-                    values[f"{_OPTIMIZER}{key}.{name}"] = state.detach().cpu().numpy()
+        values = self._network.weights() | self._optimizer.state()
         _write_checkpoint(self._directory, self.task, self.applied, values, self._losses)
         self._checkpointed = self.applied
         with self._accepting:
@@ -294,14 +287,7 @@ class Trainer:
         self._checkpointed = self.applied
         self._losses.update(losses)
         self._network = SideNetwork(self.task, {n: values[n] for n in weight_shapes(self.task)}).to(self._device)
-        self._optimizer = _optimizer(self.task, self._network)
-        for name, value in self._network.named().items():
-            suffix = f".{name}"
-            for key in (k for k in values if k.startswith(_OPTIMIZER) and k.endswith(suffix)):
-                kind = key[len(_OPTIMIZER) : -len(suffix)]
-                # The count of steps stays on the CPU, where torch looks for it.
-                where = torch.device("cpu") if kind == "step" else self._device
-                self._optimizer.state[value][kind] = torch.tensor(np.array(values[key]), device=where)
+        self._optimizer = Optimizer(self.task, self._network.named(), values if self.applied else None)
 
     def _replay(self) -> None:
         self._journal = Journal(self._directory, self.task, self.applied)
@@ -335,20 +321,6 @@ def _device(name: str) -> torch.device:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
     return torch.device(name)
-
-
-def _optimizer(task: Task, network: SideNetwork) -> torch.optim.Optimizer:
-    """Gates, the mix and biases do not decay."""
-    matrices = [v for v in network.values if v.ndim > 1]
-    others = [v for v in network.values if v.ndim <= 1]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": task.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    # Tensor by tensor, in one order on every device.
-    if task.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=task.lr, momentum=_MOMENTUM, foreach=False)
-    return torch.optim.AdamW(groups, lr=task.lr, foreach=False)
 
 
 def _write_checkpoint(
