@@ -22,7 +22,7 @@ from layoutopt.errors import LayoutOptError  # noqa: E402
 from layoutopt.side import trainer as trainer_module  # noqa: E402
 from layoutopt.side.hosts import HostDiedError, Process  # noqa: E402
 from layoutopt.side.task import Batch, Task  # noqa: E402
-from layoutopt.side.trainings import Status  # noqa: E402
+from layoutopt.side.trainings import Applied, Status  # noqa: E402
 from layoutopt.side.weights import unpack  # noqa: E402
 from layoutopt.side.workers import BusyError, Limits, MissingSamples, Workers  # noqa: E402
 from tests.side_cases import TASK, batch_of, same, task_of  # noqa: E402
@@ -259,6 +259,25 @@ def test_trainings_are_placed_by_the_memory_they_need(here) -> None:
         workers.open("e", task_of(width=200, pooler=True))
     assert workers.open("e", TASK).applied == 0
     _train(workers, "e")
+
+
+def test_who_waits_for_a_loss_cannot_cancel_it(here) -> None:
+    workers = here()
+    workers.open("phone", TASK)
+    workers.accept("phone", batch_of(TASK, 0))
+    assert not workers.submit("phone", 0).cancel()
+    assert len(_train(workers, "phone")) == 11
+
+
+def test_what_is_heard_late_of_an_earlier_training_is_not_taken_for_the_new_ones(here) -> None:
+    workers = here()
+    workers.open("phone", TASK)
+    workers.open("phone", TASK, anew=True)
+    workers._applied(Applied("phone", 5, 0.5, number=0))
+    workers._applied(Applied("phone", 5, None, "failed", number=0))
+    with pytest.raises(LayoutOptError, match="step 5 of phone does not wait"):
+        workers.submit("phone", 5)
+    assert len(_train(workers, "phone")) == 12
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:

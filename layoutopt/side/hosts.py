@@ -111,6 +111,9 @@ class Process:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """See :class:`Host`."""
+        return _result(self._ask(method, arguments).result())
+
+    def _ask(self, method: str, arguments: tuple[Any, ...]) -> Future[tuple[bool, Any]]:
         number, future = next(self._numbers), Future[tuple[bool, Any]]()
         with self._state:
             if self._gone:
@@ -119,20 +122,18 @@ class Process:
         # Where the pipe is broken the reader comes to its end, and tells all who wait.
         with self._sending, contextlib.suppress(OSError):
             self._pipe.send((number, method, arguments))
-        return _result(future.result())
+        return future
 
     def close(self) -> None:
         """See :class:`Host`."""
         self._ending = True
-        with contextlib.suppress(HostDiedError):
-            self.call("close")
-        with self._sending, contextlib.suppress(OSError):
-            self._pipe.send(None)
-        self._process.join(_END_S)
-        if self._process.is_alive():
-            self._process.kill()
+        with contextlib.suppress(HostDiedError, TimeoutError):
+            self._ask("close", ()).result(_END_S)
+            with self._sending, contextlib.suppress(OSError):
+                self._pipe.send(None)
+            self._process.join(_END_S)
+        self._process.kill()  # where it did neither
         self._reader.join()
-        self._pipe.close()
 
     def _read(self) -> None:
         while True:
@@ -150,6 +151,8 @@ class Process:
             self._waiting.clear()
         self._process.kill()  # no other may open its trainings while it lives
         self._process.join()
+        with self._sending:
+            self._pipe.close()
         for future in waiting:
             future.set_exception(HostDiedError())
         if not self._ending:

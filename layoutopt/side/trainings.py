@@ -84,12 +84,14 @@ class Applied:
         step: which.
         loss: before the step changed the weights; None if it failed.
         failure: why it failed.
+        number: of the training, as it was opened.
     """
 
     device_id: str
     step: int
     loss: float | None
     failure: str = ""
+    number: int = 0
 
 
 def check_device_id(device_id: str) -> None:
@@ -109,6 +111,7 @@ def check_device_id(device_id: str) -> None:
 class _Training:
     trainer: Trainer
     store: Store
+    number: int
     lock: threading.Lock = field(default_factory=threading.Lock)  # of accepting, and of the store
     queued: bool = False  # waits for, or is at, the thread that applies
 
@@ -137,9 +140,22 @@ class Trainings:
         self._thread.start()
 
     def open(
-        self, device_id: str, task: Task, head: Mapping[str, np.ndarray] | None = None, anew: bool = False
+        self,
+        device_id: str,
+        task: Task,
+        head: Mapping[str, np.ndarray] | None = None,
+        anew: bool = False,
+        number: int = 0,
     ) -> Status:
-        """Begin a device's training, or go on with it; see :meth:`layoutopt.side.workers.Workers.open`."""
+        """Begin a device's training, or go on with it; see :meth:`layoutopt.side.workers.Workers.open`.
+
+        Args:
+            device_id: whose.
+            task: what to train.
+            head: initial weights of the head.
+            anew: forget the training that is there.
+            number: that is told with its applied steps.
+        """
         from layoutopt.side.trainer import Trainer
 
         check_device_id(device_id)
@@ -151,6 +167,7 @@ class Trainings:
                 differing = present.trainer.task.differs(task)
                 if differing:
                     raise LayoutOptError(f"{device_id} has a training with another {differing[0]}: begin anew")
+                present.number = number
                 return self._status(present)
             root = self._directory / device_id
             trainer = Trainer.open(
@@ -173,7 +190,7 @@ class Trainings:
             except LayoutOptError:
                 trainer.close(keep=False)
                 raise
-            training = self._open[device_id] = _Training(trainer, store)
+            training = self._open[device_id] = _Training(trainer, store, number)
             self._failed.pop(device_id, None)
             return self._status(training)
 
@@ -292,7 +309,7 @@ class Trainings:
         except LayoutOptError as error:
             if not trainer.closed:
                 # Stays open: its weights are those before the step that failed, and can be fetched.
-                self._report(Applied(device_id, step, None, str(error)))
+                self._report(Applied(device_id, step, None, str(error), training.number))
         except Exception as error:  # noqa: BLE001 - whatever it is, other trainings go on
             # What is in memory may be half a step; the disk has the step before, and the batch.
             _LOG.warning("the training of %s failed at step %d", device_id, step, exc_info=error)
@@ -301,9 +318,9 @@ class Trainings:
                 if self._open.get(device_id) is training:
                     self._unload(device_id, keep=False)
                     self._failed[device_id] = why
-            self._report(Applied(device_id, step, None, why))
+            self._report(Applied(device_id, step, None, why, training.number))
         else:
-            self._report(Applied(device_id, step, loss))
+            self._report(Applied(device_id, step, loss, number=training.number))
 
 
 def _has_more(training: _Training) -> bool:

@@ -7,6 +7,7 @@ dies again has failed, and is left out.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -44,11 +45,12 @@ _ATTEMPTS = 3
 class _Training:
     """What is known here of a training.
 
-    Losses are those of the last steps; futures are of steps that are accepted and not applied.
+    Losses are those of the last steps; futures are of steps that are accepted and not applied. What is heard of another
+    number is of a training that the device had before.
     """
 
-    def __init__(self, device_id: str, task: Task, slot: _Slot, need_bytes: int) -> None:
-        self.device_id, self.task, self.slot, self.need_bytes = device_id, task, slot, need_bytes
+    def __init__(self, number: int, device_id: str, task: Task, slot: _Slot, need_bytes: int) -> None:
+        self.number, self.device_id, self.task, self.slot, self.need_bytes = number, device_id, task, slot, need_bytes
         self.is_open = False
         self.failure = ""
         self.status = Status(0, 0)
@@ -72,7 +74,10 @@ class _Training:
                     f"step {step} of {self.device_id} does not wait to be applied: those before {self._applied} are, "
                     f"and {self._next_step} is the next to be accepted"
                 )
-            return self._futures.setdefault(step, Future())
+            if step not in self._futures:
+                self._futures[step] = Future()
+                self._futures[step].set_running_or_notify_cancel()  # several may wait for it: none can cancel it
+            return self._futures[step]
 
     def accepted(self, step: int) -> None:
         """A step was made durable."""
@@ -81,6 +86,8 @@ class _Training:
 
     def applied(self, done: Applied) -> None:
         """A step was applied, or failed."""
+        if done.number != self.number:
+            return
         if done.loss is None:
             self.fail(done.failure)
         else:
@@ -179,6 +186,7 @@ class Workers:
         self._lock = threading.Lock()
         self._trainings: dict[str, _Training] = {}
         self._opening: set[str] = set()
+        self._numbers = itertools.count()
         self._closed = False
         self._ray = join_cluster(address, count) if engine == "ray" else None
         self._slots = [_Slot(number) for number in range(count)]
@@ -303,7 +311,7 @@ class Workers:
                     f"no worker has {need} bytes to spare for the training of {device_id} (the one with most has "
                     f"{max(self._most_bytes - slot.used_bytes, 0)}): try again later, or take a smaller task"
                 )
-            training = _Training(device_id, task, slot, need)
+            training = _Training(next(self._numbers), device_id, task, slot, need)
             slot.trainings[device_id] = self._trainings[device_id] = training
         return training
 
@@ -316,7 +324,7 @@ class Workers:
 
     def _open(self, training: _Training, head: Mapping[str, np.ndarray] | None, anew: bool) -> Status:
         try:
-            status = self._call(training, "open", training.device_id, training.task, head, anew)
+            status = self._call(training, "open", training.device_id, training.task, head, anew, training.number)
         except LayoutOptError as error:
             if not training.is_open:
                 self._drop(training, str(error))
@@ -391,7 +399,7 @@ class Workers:
         """Whether the worker outlived it."""
         for training in [t for t in slot.trainings.values() if t.is_open]:
             try:
-                training.learn(host.call("open", training.device_id, training.task, None, False))
+                training.learn(host.call("open", training.device_id, training.task, None, False, training.number))
             except LayoutOptError as error:
                 training.is_open = False
                 training.fail(str(error))
