@@ -76,19 +76,19 @@ def study(seconds: float, first_seed: int, round_: int) -> dict[str, Any]:
         server = ServerProcess(folder / "state", "--memory", "512MiB", "--store-memory", "1MiB")
         honest = Honest(f"127.0.0.1:{server.port}", folder / "alone")
         began, number, raw, memory = time.monotonic(), 0, 0, [memory_bytes(server.process.pid)]
-        while time.monotonic() - began < seconds:
-            ends.update(calls(server, first_seed + number, round_))
-            raw += bytes_(server, first_seed + number, round_)
-            number += 1
-            memory.append(memory_bytes(server.process.pid))
-            now = time.monotonic() - began
-            print(f"{now:6.0f} s  {ends.total()} calls, {raw} raw, {memory[-1] / 2**20:.1f} MiB", flush=True)
-            if server.process.poll() is not None:
-                break
-        honest.stop()
-        ended = server.process.poll()
-        server.process.terminate()
-        code = server.close()
+        try:
+            while time.monotonic() - began < seconds and server.process.poll() is None:
+                ends.update(calls(server, first_seed + number, round_))
+                raw += bytes_(server, first_seed + number, round_)
+                number += 1
+                memory.append(memory_bytes(server.process.pid))
+                now = time.monotonic() - began
+                print(f"{now:6.0f} s  {ends.total()} calls, {raw} raw, {memory[-1] / 2**20:.1f} MiB", flush=True)
+        finally:
+            honest.stop()
+            ended = server.process.poll()
+            server.process.terminate()
+            code = server.close()
     return {
         "seconds": seconds,
         "calls": ends.total(),

@@ -151,13 +151,18 @@ def study(arguments: argparse.Namespace) -> dict[str, object]:
         words |= {"wait_s": arguments.wait_s, "until": time.time() + seconds}
         numbers = list(range(arguments.devices))
         parts = [numbers[i : i + PER_PROCESS] for i in range(0, len(numbers), PER_PROCESS)]
-        groups = [Group({**words, "numbers": part}) for part in parts]
-        memory = disturb(server.process, groups, seconds, arguments.killed, rng)
-        for group in groups:
-            group.finish()
-        memory.append((seconds, memory_bytes(server.process.pid)))
-        server.process.terminate()
-        code = server.close()
+        groups: list[Group] = []
+        try:
+            groups += [Group({**words, "numbers": part}) for part in parts]
+            memory = disturb(server.process, groups, seconds, arguments.killed, rng)
+            for group in groups:
+                group.finish()
+            memory.append((seconds, memory_bytes(server.process.pid)))
+        finally:
+            for group in groups:
+                group.process.process.kill()
+            server.process.terminate()
+            code = server.close()
         results = sorted((folder / "results").iterdir())
         wrong = check(results, arguments, folder)
         lines = [line for group in groups for line in group.lines]

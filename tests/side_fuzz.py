@@ -92,7 +92,7 @@ def _made_up(draw: DrawFn) -> bytes:
         value = draw(st.one_of(_NUMBERS, st.floats(), st.text(max_size=30), st.booleans()))
         try:
             setattr(task, name, value)
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError, OverflowError):
             task.ClearField(name)
         head = [pb.Tensor(name=draw(st.text(max_size=20)), shape=[s & 0xFFFFFFFF for s in samples], data=numbers)]
         opening = pb.Open(version=draw(st.integers(0, 3)), task=task, head=head[: draw(st.integers(0, 1))])
