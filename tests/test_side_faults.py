@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("grpc", reason="needs the extra 'side'")
 pytest.importorskip("torch", reason="needs the extra 'torch'")
 
+from layoutopt.errors import LayoutOptError
 from layoutopt.side.service import Limits
 from layoutopt.side.weights import unpack
 from tests.link import Link
@@ -101,6 +103,27 @@ def test_a_device_that_takes_nothing_is_cut_off(tmp_path: Path) -> None:
         assert waited(lambda: found.service.connected == [])
         assert found.service.refusals.counts["later"] == 1
         device(found.address, small_task(steps=3))
+
+
+def test_a_recorded_training_sent_again_changes_nothing(tmp_path: Path, expected: bytes) -> None:
+    """Every byte of a connection, from its preface on, as whoever listened to plaintext could send it."""
+    with server(tmp_path, LIMITS) as found, Link(found.port, record=True) as link:
+        half = replace(QUICK, give_up_s=0.0)
+
+        def stop(done: int, of: int) -> None:
+            if done == 30:
+                link.refuse()
+                link.cut()
+
+        with pytest.raises(LayoutOptError, match="nothing got on"):
+            device(link.address, TASK, FakeBackbone(TASK, samples=80), settings=half, progress=stop)
+        before = found.service.refusals.counts["bad"]
+        with socket.create_connection(("127.0.0.1", found.port)) as again:
+            again.sendall(bytes(link.up))
+            assert waited(lambda: found.service.refusals.counts["bad"] > before)
+        report = device(found.address, TASK, FakeBackbone(TASK, samples=80))
+        assert report.first_step >= 30
+    same_weights(report.weights, expected)
 
 
 # ---- killed processes -----------------------------------------------------------------------------------------------
