@@ -58,7 +58,7 @@ def evaluate(
         )
     try:
         samples = read_samples(tuned, data, tuned.classes)
-        if len(samples.classes) > task.classes:
+        if len(samples.classes) != task.classes:
             raise LayoutOptError(
                 f"{data} has {len(samples.classes)} classes, the side network {task.classes}: give the data of its task"
             )
