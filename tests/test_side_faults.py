@@ -96,7 +96,9 @@ def test_a_device_that_takes_nothing_is_cut_off(tmp_path: Path) -> None:
     """It asks for side networks and reads none: what waits for it is bounded, and others go on."""
     large = small_task(width=2048, rank=256)
     limits = replace(LIMITS, stall_s=1.0)
-    with server(tmp_path, limits) as found, Caller(found.address, "slow") as slow:
+    # Else gRPC finds that the link is fast, and has room for the whole network before anyone reads it.
+    little = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+    with server(tmp_path, limits) as found, Caller(found.address, "slow", options=little) as slow:
         slow.open(large)
         slow.send(fetch={})
         assert slow.receive().total > 8 << 20
