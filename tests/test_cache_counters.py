@@ -14,9 +14,11 @@ from benchmarks.cache_counters import (
     compared,
     errors,
     in_order,
+    kinds,
     measured,
     rank_table,
     ranks,
+    reachable,
     spearman,
 )
 from benchmarks.counted import CASES, HELD_OUT, Counted
@@ -76,6 +78,21 @@ def test_pairs_of_layouts_in_order():
     pairs = [pair("row-major", 50, 70), pair("R-Tile 4x4", 50.5, 20), pair("R-Tile 8x8", 60, 20)]
     assert in_order(pairs, "l1") == (0.25, 2)
     assert rank_table(pairs, "l1") == {"gelu 8x8 x": pytest.approx(-0.5)}
+
+
+def test_products_are_ranked_apart_from_the_rest():
+    own = kinds(Pair(case, Counters(*[1] * 9), Counters(*[1] * 9)) for case in HELD_OUT)
+    assert {pair.case.op for pair in own["products"]} == {"Y", "dX", "dW"}
+    assert len(own["products"]) + len(own["others"]) == len(HELD_OUT)
+
+
+def test_noise_limits_what_a_simulator_can_reach():
+    """Two readings of the same truth, and a simulator that knows the truth."""
+    draw = np.random.default_rng(0)
+    truth = draw.standard_normal(20_000)
+    one, other = (truth + draw.standard_normal(truth.size) for _ in range(2))
+    assert reachable(spearman(one, other)) == pytest.approx(spearman(truth, one), abs=0.03)
+    assert reachable(-0.2) == 0
 
 
 def test_rates_of_counters():
