@@ -39,6 +39,28 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_what_is_to_survive_a_loss_of_power_is_synced_before_and_after_its_name_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        seen.append("file" if os.path.isfile(f"/proc/self/fd/{descriptor}") else "folder")
+        fsync(descriptor)
+
+    def replaced(*names: str) -> None:
+        seen.append("replace")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    write_atomic(tmp_path / "a", "x", sync=True)
+    assert seen in (["file", "replace", "folder"], ["folder", "replace", "folder"])  # without /proc
+    write_atomic(tmp_path / "a", "y")
+    assert len(seen) == 4
+
+
 def test_a_missing_folder_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(LayoutOptError, match=r"cannot write .*nowhere.*choose a directory that exists"):
         write_atomic(tmp_path / "nowhere" / "plan.json", "x")

@@ -52,9 +52,9 @@ class Optimizer:
         }
 
     def state(self) -> dict[str, np.ndarray]:
-        """Copies of the state, by name."""
+        """The state by name, on the CPU in memory that the next step changes."""
         return {
-            f"{PREFIX}{kind}.{name}": value.to("cpu", copy=True).numpy()
+            f"{PREFIX}{kind}.{name}": value.cpu().numpy()
             for name, kinds in self._state.items()
             for kind, value in kinds.items()
         }

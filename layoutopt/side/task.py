@@ -226,7 +226,7 @@ class Task:
     @property
     def training_bytes(self) -> int:
         """Memory of a training on the server, estimated: weights and optimizer, a checkpoint, a step, a batch."""
-        copies = 4 + 3  # weight, gradient, two moments; and a checkpoint while it is written
+        copies = 4 + 9  # weight, gradient, two moments; and what a checkpoint needs while it is written
         rows = self.batch * self.rows_per_sample
         # Taps, states and what the backward pass keeps of each adapter.
         step = rows * 4 * (len(self.taps) * (4 * self.width + 3 * self.rank) + 2 * self.width)

@@ -268,7 +268,8 @@ class Trainer:
             _LOG.warning("%s: no checkpoint at step %d: %s", self._directory, self.applied, error)
 
     def _checkpoint(self) -> None:
-        values = self._network.weights() | self._optimizer.state()
+        values = {name: value.detach().cpu().numpy() for name, value in self._network.named().items()}
+        values |= self._optimizer.state()
         _write_checkpoint(self._directory, self.task, self.applied, values, self._losses)
         self._checkpointed = self.applied
         with self._accepting:
@@ -366,7 +367,7 @@ def _digest(arrays: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(arrays):
         digest.update(f"{name}{arrays[name].shape}".encode())
-        digest.update(arrays[name].tobytes())
+        digest.update(arrays[name].data)
     return digest.hexdigest()
 
 
