@@ -112,7 +112,7 @@ class CostModel:
             return Cost(found.time_ns + launched, compute * scale, memory * scale, launch * scale + launched, True)
         if not self.model.constants:
             return Cost(max(compute, memory) + launch + launched, compute, memory, launch + launched)
-        raised = self._raise(_levels(kernel))
+        raised = self._raise(self._known_levels(kernel))
         compute, memory, launch = compute * raised, memory * raised, launch * raised + launched
         return Cost(compute + memory + launch, compute, memory, launch)
 
@@ -137,7 +137,7 @@ class CostModel:
         if found is not None:
             low, high = median_interval(found.rounds_ns)
             return min(low, found.time_ns) + launched, max(high, found.time_ns) + launched
-        factor = exp(self._predictor.log_error_90(_levels(kernel), self._features(kernel)))
+        factor = exp(self._predictor.log_error_90(self._known_levels(kernel), self._features(kernel)))
         if factor == 1.0:
             return None
         own = sum(self._items(kernel))
@@ -158,7 +158,13 @@ class CostModel:
 
     def fitted_by(self, kernel: Kernel) -> str:
         """Which constants price a kernel: a label, a variant name, a family, "all" or "roofline"."""
-        return finest(self.model.constants, _levels(kernel)) or "roofline"
+        return finest(self.model.constants, self._known_levels(kernel)) or "roofline"
+
+    def _known_levels(self, kernel: Kernel) -> tuple[str, ...]:
+        """The kernel's levels, or those of what stands for a family that was never measured here."""
+        own = _levels(kernel)
+        like = _LIKE.get(own[-1])
+        return like if like and not any(level in self.model.constants for level in own) else own
 
     def roofline_ns(self, values: Sequence[float]) -> float:
         """Nanoseconds, launches left out, that the device's facts alone give for these features."""
@@ -173,7 +179,7 @@ class CostModel:
     def _items(self, kernel: Kernel) -> tuple[float, float, float]:
         values = self._features(kernel)
         if self.model.constants:
-            parts = self._predictor.items(_levels(kernel), values)
+            parts = self._predictor.items(self._known_levels(kernel), values)
             compute = sum(parts.get(n, 0.0) for n in COMPUTE)
             launch = sum(parts.get(n, 0.0) for n in LAUNCH)
             return compute, sum(parts.values()) - compute - launch, launch
@@ -186,6 +192,10 @@ class CostModel:
 def _reads_images(kernel: Kernel) -> bool:
     """Whether a product reads both its operands through images; one that reads only one so is priced as if none."""
     return len(kernel.launches[0].images) > 1
+
+
+_LIKE = {"quantized_contraction": ("contraction.outer.n", "contraction")}
+"""Families that a device model may be older than, with the levels that price them until they are measured."""
 
 
 def _levels(kernel: Kernel) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from kernels.families.common import any_image
 from kernels.families.contraction_code import compose_store, load_x
 from kernels.families.contraction_epilogue import Finish, epilogue_of, plain_finish
 from kernels.families.contraction_nest import Tiling, tile_ends
-from kernels.nest import Access, Bound, Index, Loop, Nest, Phase, Term, var
+from kernels.nest import NEVER, Access, Bound, Index, Loop, Nest, Phase, Term, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import LANES, Layout
 from layoutopt.quantize import LEVELS, Format
@@ -132,7 +132,7 @@ def _launch(variant: KernelVariant, spec: OpSpec, views: tuple[Layout, ...]) -> 
     along_k = not tiling.fat and not views[1].vectorizes(0, LANES)
     lanes = (p["gc"], p["gr"]) if along_k else (p["gr"], p["gc"])
     blocks = _Blocks(fmt, k, kb, xv)
-    nest = _nest(tiling, blocks, p["v"], along_k, finish)
+    nest = _nest(tiling, blocks, (p["v"], first), along_k, finish)
     defines: dict[str, str | int | float] = {
         **{key: value for key, value in tiling.defines().items() if key not in ("XI", "YI", "ZI", "CT")},
         **code_defines(fmt),
@@ -241,7 +241,9 @@ class _Blocks:
         return var("block", 1, group // self.kb)
 
 
-def _nest(tiling: Tiling, blocks: _Blocks, v: int, along_k: bool, finish: Finish) -> Nest:
+def _nest(tiling: Tiling, blocks: _Blocks, stored: tuple[int, int], along_k: bool, finish: Finish) -> Nest:
+    """``stored``: width of the vectors of columns; the first output."""
+    v, output = stored
     codes, kb, k = blocks.fmt.codes_per_word, blocks.kb, blocks.k
     words = blocks.shared // codes
     down, across = ("ci", "ri") if along_k else ("ri", "ci")
@@ -273,8 +275,10 @@ def _nest(tiling: Tiling, blocks: _Blocks, v: int, along_k: bool, finish: Finish
             continue
         step = Index(start, (Term("block", kb), Term("k", width)))
         xs = tuple(Access(0, (var("b"), r, step), width, 2, clamps=tiling.row_clamp, when=lives) for r in rows)
+        # What is read of the tile lies in no operand; the cost model counts it as loads of the first row of the output.
+        near = tuple(Access(output, (Index(), Index(), c), v, 2, when=NEVER) for c in tiling.cols(v)) * width
         inner = (Loop("block", times), *walk, Loop("k", steps // width))
-        phases.append(Phase(inner, xs, 2 * tiling.mr * tiling.nr * width))
+        phases.append(Phase(inner, xs + near, 2 * tiling.mr * tiling.nr * width))
     ends = tile_ends(tiling, finish, len(walk), tiling.interior)
     phases.append(Phase(walk, ends, finish.flops * tiling.mr * tiling.nr))
     return Nest(tiling.grid(), tuple(phases))
