@@ -168,6 +168,9 @@ def device(
     give_up: Annotated[
         float, typer.Option("--give-up", min=0.0, help="Seconds without progress, then the command ends.")
     ] = 600.0,
+    anew: Annotated[
+        bool, typer.Option("--anew", help="Forget the training that the server has of this device.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Run a frozen backbone over your samples and have a server train a side network; resumable."""
@@ -209,7 +212,7 @@ def device(
         max_steps,
         label_epsilon,
     )
-    settings = Settings(window=window, give_up_s=give_up, cache=cache)
+    settings = Settings(window=window, give_up_s=give_up, cache=cache, anew=anew)
     runtime = open_runtime(device_)
     with interrupts.graceful(_tell), Progress("planning", quiet=json) as bar:
         planning = Planning(_model(device_model), strategy, memory, time_limit, calibration, _tell, bar.fraction)

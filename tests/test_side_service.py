@@ -27,6 +27,7 @@ from layoutopt.side.trainings import Limits as TrainingLimits
 from layoutopt.side.weights import unpack
 from layoutopt.side.wire import RefusedError
 from layoutopt.side.workers import Workers
+from tests.link import Link
 from tests.side import (
     QUICK,
     SMALL,
@@ -263,6 +264,23 @@ def test_another_task_is_refused(running: Server) -> None:
     device(running.address, small_task(steps=2))
     with pytest.raises(RefusedError, match=r"the server refuses: .*another"):
         device(running.address, small_task(steps=3))
+
+
+def test_a_training_is_begun_anew_when_the_device_says_so(running: Server, tmp_path: Path) -> None:
+    """Once: what comes after the connection is lost goes on."""
+    device(running.address, small_task(steps=2))
+    task = small_task(steps=30, lr=3e-3)
+    with Link(running.port) as link:
+        cuts = [10]
+
+        def cut(done: int, of: int) -> None:
+            if cuts and done >= cuts[0]:
+                cuts.pop()
+                link.cut()
+
+        report = device(link.address, task, settings=replace(QUICK, anew=True), progress=cut)
+    assert (report.connections, report.first_step) == (2, 0)
+    same_weights(report.weights, alone(tmp_path / "alone", task))
 
 
 def test_a_task_whose_batches_are_too_large_is_refused(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Call:
         """
         pb = wire.messages()
         device = self.device
-        opening = pb.Open(version=wire.VERSION, task=wire.encode_task(self.task), head=wire.encode_tensors(device.head))
+        head = wire.encode_tensors(device.head)
+        opening = pb.Open(version=wire.VERSION, task=wire.encode_task(self.task), head=head, anew=device.anew)
         async with asyncio.timeout(device.settings.stall_s):
             first = asyncio.create_task(self._receive())
             await self._or_why(self._send(_encode(open=opening)), first)

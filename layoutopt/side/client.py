@@ -69,6 +69,7 @@ class Settings:
         retry_most_s: that this grows to.
         give_up_s: without progress, after which the training is given up; it can be taken up again.
         cache: whether later epochs are trained on from the server's store.
+        anew: whether the server is to forget the training that it has of this device.
     """
 
     window: int = 4
@@ -78,6 +79,7 @@ class Settings:
     retry_most_s: float = 15.0
     give_up_s: float = 600.0
     cache: bool = True
+    anew: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -170,6 +172,7 @@ class Device:
         self.report = Report(task.steps)
         self.compute = ThreadPoolExecutor(1, "side-backbone")
         self.done = -1
+        self.anew = settings.anew
 
     async def train(self) -> Report:
         began = time.perf_counter()
@@ -252,6 +255,7 @@ class Device:
     def opened(self, step: int) -> None:
         if self.done < 0:
             self.report.first_step = step
+        self.anew = False  # a new connection goes on
         self.step_done(step)
 
     def step_done(self, step: int) -> None:

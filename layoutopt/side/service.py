@@ -73,6 +73,15 @@ class Limits:
         return max(wire.OPEN_BYTES, self.window_bytes)
 
 
+@dataclass(frozen=True)
+class _Opening:
+    """What a device's first message says."""
+
+    task: Task
+    head: dict[str, Any]
+    anew: bool
+
+
 @dataclass
 class _Place:
     """What is known of a device while the server runs."""
@@ -236,10 +245,11 @@ class Service:
         name, place = "", None
         try:
             name = self._who(context)
-            task, head = await self._opening(context)
+            opening = await self._opening(context)
+            task = opening.task
             place = self._places.setdefault(name, _Place())
             # A session that is being stopped or opened is not left half-way when the device goes.
-            session = await asyncio.shield(self._open(name, place, task, head, link))
+            session = await asyncio.shield(self._open(name, place, opening, link))
             most = wire.batch_limit(task)
             while (data := await self._message(context)) is not None:
                 kind, message = wire.decode(data, "FromDevice", max(most, wire.SMALL_BYTES))
@@ -275,7 +285,7 @@ class Service:
             raise RefusedError(f"device {name} shows the certificate of {', '.join(sorted(names)) or 'nobody'}")
         return name
 
-    async def _opening(self, context: Any) -> tuple[Task, dict[str, Any]]:
+    async def _opening(self, context: Any) -> _Opening:
         try:
             async with asyncio.timeout(self.limits.open_s):
                 data = await self._message(context)
@@ -289,7 +299,7 @@ class Service:
                 f"the device speaks version {message.version} of the protocol, this server version {wire.VERSION}: "
                 "install the same layoutopt on both"
             )
-        return wire.read_task(message.task), wire.read_head(message.head)
+        return _Opening(wire.read_task(message.task), wire.read_head(message.head), message.anew)
 
     async def _message(self, context: Any) -> bytes | None:
         import grpc
@@ -297,8 +307,9 @@ class Service:
         data = await context.read()
         return None if data is grpc.aio.EOF else data
 
-    async def _open(self, name: str, place: _Place, task: Task, head: dict[str, Any], link: Link) -> Session:
+    async def _open(self, name: str, place: _Place, opening: _Opening, link: Link) -> Session:
         """Begin a session, after an older one of the same device has ended."""
+        task = opening.task
         window = self._window(task)
         async with place.lock:
             if self._stopping:
@@ -316,7 +327,7 @@ class Service:
                     "later",
                 )
             place.link, place.held_bytes = link, window.bytes  # taken before anyone else can be asked
-            status = await self._begin(name, task, head)
+            status = await self._begin(name, opening)
             if status.failure:
                 raise RefusedError(f"the training of {name} cannot go on: {status.failure}")
             session = Session(name, task, status.next_step, window, link, self._workers, self._executor, self._failed)
@@ -333,12 +344,12 @@ class Service:
                 self._detach(place)
             return session
 
-    async def _begin(self, name: str, task: Task, head: dict[str, Any]) -> Status:
+    async def _begin(self, name: str, opening: _Opening) -> Status:
         """Have a training opened; where memory is short, those of devices that are gone make room, the oldest first."""
         gone = sorted((p.idle_since, other) for other, p in self._places.items() if p.link is None and other != name)
         while True:
             try:
-                return await self._call(self._workers.open, name, task, head or None)
+                return await self._call(self._open_training, name, opening)
             except BusyError:
                 if not gone:
                     raise
@@ -348,6 +359,9 @@ class Service:
                         await self._release(other, self._places[other], 0.0)
                 except LayoutOptError:
                     LOGGER.exception("cannot release the training of %s", printable(other))
+
+    def _open_training(self, name: str, opening: _Opening) -> Status:
+        return self._workers.open(name, opening.task, opening.head or None, anew=opening.anew)
 
     def _window(self, task: Task) -> Window:
         batch = wire.batch_limit(task)

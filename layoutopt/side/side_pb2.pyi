@@ -36,14 +36,16 @@ class FromServer(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., need: _Optional[_Union[Need, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("version", "task", "head")
+    __slots__ = ("version", "task", "head", "anew")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     HEAD_FIELD_NUMBER: _ClassVar[int]
+    ANEW_FIELD_NUMBER: _ClassVar[int]
     version: int
     task: Task
     head: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, version: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., head: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    anew: bool
+    def __init__(self, version: _Optional[int] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., head: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., anew: _Optional[bool] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("model", "graph", "width", "taps", "format", "tokens", "seq", "batch", "classes", "mode", "pooling", "pooler", "rank", "gate", "optimizer", "lr", "weight_decay", "schedule", "warmup", "steps", "seed")
