@@ -35,7 +35,8 @@ from benchmarks.studies import ended
 
 FORMATS = ("float32", "int8:64", "int4:64", "fp4:64")
 SEED = 0
-NOISE = (0.25, 0.5, 1.0, 2.0)
+NOISE = (0.5, 1.0, 2.0)
+"""In spreads of a tap over messages."""
 DELTA = 1e-5
 
 
@@ -157,21 +158,58 @@ def words(study: Study) -> Iterator[dict[str, Any]]:
     single = [((tap,), fmt) for tap in range(1, last + 1) for fmt in FORMATS]
     several = [(tuple(range(first, last + 1)), fmt) for first in range(1, last) for fmt in ("int8:64", "int4:64")]
     for some, fmt in single + several:
-        seen, known = joined(sent[list(some)], fmt), joined(everyone[list(some)], fmt)
+        chosen = list(some)
+        scale = spread(everyone[chosen])
+        known = beside(everyone[chosen], scale, fmt)
+        seen, others = (beside(states[chosen], scale, fmt) for states in (sent, device))
         scores, threshold = pivot.ridge_scores(known, bags.public, seen)
-        candidates = np.concatenate([joined(device[list(some)], fmt), known])
         yield {
-            "tap": str(some[0]) if len(some) == 1 else f"{some[0]}-{some[-1]}",
+            "tap": named(some),
             "format": fmt,
             **head,
             **pivot.word_figures(scores, bags.sent, threshold),
-            "known_message": pivot.matched(seen, candidates, np.arange(len(study.victims))),
+            "known_message": pivot.matched(seen, np.concatenate([others, known]), np.arange(len(study.victims))),
+            **(
+                worth(study, *(arrived(states[chosen], fmt) for states in study.pivots[:2])) if some[-1] == last else {}
+            ),
         }
 
 
-def joined(states: np.ndarray, fmt: str) -> np.ndarray:
-    """Taps [taps, n, width] as they arrive, side by side [n, taps * width]."""
-    return np.concatenate([taps.received(state, fmt) for state in states], 1)
+def named(some: tuple[int, ...]) -> str:
+    """A tap, or the first and the last of several neighbours."""
+    return str(some[0]) if len(some) == 1 else f"{some[0]}-{some[-1]}"
+
+
+def arrived(states: np.ndarray, fmt: str) -> np.ndarray:
+    """Taps [taps, n, width] as they arrive."""
+    return np.stack([taps.received(state, fmt) for state in states])
+
+
+def beside(states: np.ndarray, scale: np.ndarray, fmt: str) -> np.ndarray:
+    """Taps as they arrive, each over its spread, side by side [n, taps * width]."""
+    return np.concatenate(list(arrived(states, fmt) / scale), 1)
+
+
+def trained_on(study: Study, chosen: list[int], fmt: str) -> dict[str, list[float]]:
+    """What side networks on some taps in a format are worth."""
+    device, held_out, _ = study.pivots
+    return worth(study, arrived(device[chosen], fmt), arrived(held_out[chosen], fmt))
+
+
+def worth(study: Study, device: np.ndarray, held_out: np.ndarray) -> dict[str, list[float]]:
+    """What side networks that are trained on such pivots and the labels know of those held out."""
+    y, truth = study.parts.device.labels, study.parts.held_out.labels
+    classes, steps = int(y.max()) + 1, study.sizes.steps
+    networks = [training.trained(device, y, classes, steps, seed) for seed in range(study.sizes.seeds)]
+    return quality([network(held_out).argmax(1) for network in networks], truth)
+
+
+def quality(answers: list[np.ndarray], truth: np.ndarray) -> dict[str, list[float]]:
+    """Accuracy, and its mean over classes, of several answers."""
+    return {
+        "accuracy": [float((answer == truth).mean()) for answer in answers],
+        "balanced": [balanced(answer, truth) for answer in answers],
+    }
 
 
 def label_rows(study: Study) -> Iterator[dict[str, Any]]:
@@ -179,8 +217,7 @@ def label_rows(study: Study) -> Iterator[dict[str, Any]]:
     device, held_out, public = study.pivots
     y, truth = study.parts.device.labels, study.parts.held_out.labels
     classes = int(y.max()) + 1
-    states, there = ([taps.received(state, "int8:64") for state in pile[1:]] for pile in (device, held_out))
-    own = sendings.Device(y, np.stack(states), np.stack(there), classes)
+    own = sendings.Device(y, arrived(device[1:], "int8:64"), arrived(held_out[1:], "int8:64"), classes)
     guessed = sendings.linear_head(public[-1], study.parts.public.labels)(own.states[-1]).argmax(1)
     yield {
         "sent": "no target at all",
@@ -203,8 +240,7 @@ def told(own: sendings.Device, sending: sendings.Sending, truth: np.ndarray, siz
         "clusters": labels.agreement(labels.by_clusters(one_hot(sending.targets), own.classes, SEED), own.labels),
         "network": labels.agreement(outputs.argmax(1), own.labels),
         "others": {name: labels.agreement(found(outputs), own.labels) for name, found in sending.others.items()},
-        "accuracy": [float((answer == truth).mean()) for answer in answers],
-        "balanced": [balanced(answer, truth) for answer in answers],
+        **quality(answers, truth),
     }
 
 
@@ -223,25 +259,21 @@ def noise(study: Study) -> Iterator[dict[str, Any]]:
     device, held_out, public = study.pivots
     bags = pivot.WordBags.of(study.parts.public, study.victims, study.sizes.least)
     draw, victims = np.random.default_rng(SEED), len(study.victims)
-    for first in dict.fromkeys((1, (study.depth + 1) // 2, study.depth)):
+    for first in dict.fromkeys((1, study.depth // 2 + 1)):
         some = slice(first, study.depth + 1)
-        for level in (0.0, *NOISE):
-            noisy = [noised(pile[some], level, draw) for pile in (public, device, held_out)]
-            known, seen, _ = (np.concatenate(list(pile), 1) for pile in noisy)
+        scale = spread(public[some])
+        exact = np.concatenate([np.concatenate(list(pile[some] / scale), 1) for pile in (device, public)])
+        for level in NOISE:
+            noisy = [noised(pile[some], level * scale, draw) for pile in (device, held_out, public)]
+            seen, known = (np.concatenate(list(noisy[pile] / scale), 1) for pile in (0, 2))
             scores, threshold = pivot.ridge_scores(known, bags.public, seen[:victims])
-            exact = np.concatenate([np.concatenate(list(pile[some]), 1) for pile in (device, public)])
-            y, truth = study.parts.device.labels, study.parts.held_out.labels
-            seeds, classes = range(study.sizes.seeds), int(y.max()) + 1
-            networks = [training.trained(noisy[1], y, classes, study.sizes.steps, seed) for seed in seeds]
-            answers = [network(noisy[2]).argmax(1) for network in networks]
             yield {
                 "taps": f"{first}-{study.depth}",
                 "noise": level,
-                "epsilon": privacy_of(public[some], level) if level else None,
+                "epsilon": privacy_of(public[some], level),
                 **pivot.word_figures(scores, bags.sent, threshold),
                 "known_message": pivot.matched(seen[:victims], exact, np.arange(victims)),
-                "accuracy": [float((answer == truth).mean()) for answer in answers],
-                "balanced": [balanced(answer, truth) for answer in answers],
+                **worth(study, noisy[0], noisy[1]),
             }
 
 
@@ -250,10 +282,9 @@ def spread(states: np.ndarray) -> np.ndarray:
     return (states - states.mean(1, keepdims=True)).std((1, 2), keepdims=True)
 
 
-def noised(states: np.ndarray, level: float, draw: np.random.Generator) -> np.ndarray:
-    """Pivots with noise of ``level`` times their spread over messages, stored in int8."""
-    noisy = states + np.float32(level) * spread(states) * draw.standard_normal(states.shape, np.float32)
-    return np.stack([taps.received(state, "int8:64") for state in noisy])
+def noised(states: np.ndarray, sigma: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Pivots with Gaussian noise, stored in int8."""
+    return arrived(states + sigma.astype(np.float32) * draw.standard_normal(states.shape, np.float32), "int8:64")
 
 
 def privacy_of(states: np.ndarray, level: float) -> float:
