@@ -94,6 +94,17 @@ def test_a_head_is_where_the_network_starts(running: Server) -> None:
     np.testing.assert_array_equal(values["classifier.bias"], head["classifier.bias"])
 
 
+def test_what_is_sent_after_asking_for_the_network_is_not_waited_for(running: Server) -> None:
+    with Caller(running.address) as caller:
+        caller.open()
+        caller.step(BACKBONE.batch(0, (0, 1)))
+        caller.send(fetch={})
+        caller.step(BACKBONE.batch(1, (2, 3)))
+        assert caller.receive().step == 0
+        assert caller.receive().step == 1  # steps that the network contains
+        assert caller.receive().step == 1  # acknowledged
+
+
 def test_without_the_cache_every_epoch_is_sent(running: Server, expected: bytes) -> None:
     backbone = FakeBackbone(SMALL)
     report = device(running.address, backbone=backbone, settings=replace(QUICK, cache=False))

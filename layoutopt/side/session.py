@@ -51,8 +51,11 @@ class _Sent:
     size_bytes: int
 
 
+@dataclass(frozen=True)
 class _Fetch:
-    """The device asks for the side network."""
+    """The device asks for the side network as it is after the steps that it sent before."""
+
+    steps: int
 
 
 class Session:
@@ -143,7 +146,7 @@ class Session:
         elif kind == "fetch":
             if any(isinstance(work, _Fetch) for work in self._todo):
                 raise RefusedError("the side network is asked for twice at once")
-            self._todo.append(_Fetch())
+            self._todo.append(_Fetch(self.next_step))
         else:
             raise RefusedError(f"a message {kind!r} where steps are expected")
         self._changed.set()
@@ -190,7 +193,7 @@ class Session:
                 work = self._todo.popleft()
                 self._working = True
                 if isinstance(work, _Fetch):
-                    await self._send_weights()
+                    await self._send_weights(work.steps)
                 elif not await self._accept(work):
                     break
                 self._working = False
@@ -264,11 +267,11 @@ class Session:
             if self.link is not None:
                 self.link.put(ack=messages().Ack(step=step, loss=loss, credit_bytes=size_bytes))
 
-    async def _send_weights(self) -> None:
+    async def _send_weights(self, steps: int) -> None:
         link = self.link
         # Steps that an earlier connection sent count as well.
-        if (await self._call(self._workers.status, self.name)).applied < self.next_step:
-            await asyncio.wrap_future(await self._call(self._workers.submit, self.name, self.next_step - 1))
+        if (await self._call(self._workers.status, self.name)).applied < steps:
+            await asyncio.wrap_future(await self._call(self._workers.submit, self.name, steps - 1))
         if link is None:
             return
         data = await self._call(self._workers.weights, self.name)
