@@ -162,6 +162,23 @@ def test_taps_are_stored_as_numpy_would(text: str, device_index: int) -> None:
     stored.close()
 
 
+@pytest.mark.parametrize("storage", ["int8", "nf4"])
+def test_weights_may_lie_in_few_bits(storage: str, device_index: int, tmp_path: Path) -> None:
+    runtime = Runtime(devices()[device_index])
+    inputs = inputs_of("gpt2-odd")
+    file = checkpoint(module_of("gpt2-odd"), tmp_path / "w.safetensors")
+    whole = Backbone.open(wanted("gpt2-odd", checkpoint=file), runtime, planning(runtime))
+    small = Backbone.open(wanted("gpt2-odd", checkpoint=file, storage=storage), runtime, planning(runtime))
+    assert whole.graph.hash == small.graph.hash
+    assert small.footprint().weights_bytes < 0.5 * whole.footprint().weights_bytes
+    slack = {"int8": 0.05, "nf4": 0.4}[storage]
+    for a, b in zip(whole.run(inputs), small.run(inputs), strict=True):
+        x, y = whole.numbers(a), small.numbers(b)
+        assert 0 < np.linalg.norm(x - y) < slack * np.linalg.norm(x)
+    whole.close()
+    small.close()
+
+
 def test_fewer_samples_than_a_batch_are_run_as_they_are(device_index: int) -> None:
     runtime = Runtime(devices()[device_index])
     inputs = inputs_of("vit-odd")
