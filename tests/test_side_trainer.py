@@ -349,6 +349,12 @@ def test_a_checkpoint_that_is_damaged_is_a_sentence(tmp_path: Path, how: str) ->
         _open(tmp_path)
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs permissions")
+def test_a_training_is_its_owners_alone(tmp_path: Path) -> None:
+    _open(tmp_path / "state" / "phone")
+    assert (tmp_path / "state" / "phone").stat().st_mode & 0o777 == 0o700
+
+
 def test_half_a_checkpoint_is_cleared_away(tmp_path: Path) -> None:
     _run(_open(tmp_path), 3)
     (tmp_path / ".checkpoint.safetensors.abc").write_bytes(b"half")

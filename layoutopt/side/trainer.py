@@ -106,7 +106,7 @@ class Trainer:
         where = _device(device)
         root = Path(directory)
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.mkdir(0o700, parents=True, exist_ok=True)  # activations and labels are nobody else's
             lock_file = open(root / "lock", "ab")  # noqa: SIM115 - closed by close()
         except OSError as error:
             raise LayoutOptError(f"cannot write the training in {root}: {error.strerror}") from error
