@@ -41,7 +41,10 @@ Device = Annotated[
 Model = Annotated[str | None, typer.Option("--device-model", help="Device model: a file or a built-in name.")]
 Memory = Annotated[str | None, typer.Option("--memory", help="Device memory the step may use: 512MiB, 2GiB, …")]
 Strategy = Annotated[str, typer.Option("--strategy", help="ilp (exact), greedy, ideal, rowmajor, …")]
-Storage = Annotated[str, typer.Option("--storage", help="How large tensors lie in memory: fp32 or fp16.")]
+Storage = Annotated[
+    str,
+    typer.Option("--storage", help="How large tensors lie in memory: fp32, fp16; int8 or nf4: weights only read."),
+]
 MicroBatches = Annotated[
     int | None,
     typer.Option("--micro-batches", min=1, help="Equal parts of the batch, one after the other; as memory asks for."),

@@ -27,7 +27,7 @@ def simulate(
     device: Annotated[str | None, typer.Option("--device", help="Index or part of its name.")] = None,
     graph: Annotated[str | None, typer.Option("--graph", help="The plans' graph, if not beside them.")] = None,
     strategies: Annotated[str, typer.Option("--strategies", help="Of a graph's plans, comma-separated.")] = "ilp",
-    storage: Annotated[str, typer.Option("--storage", help="Of a graph's plans: fp32 or fp16.")] = "fp32",
+    storage: Annotated[str, typer.Option("--storage", help="Of a graph's plans: fp32, fp16, int8 or nf4.")] = "fp32",
     memory: Annotated[str | None, typer.Option("--memory", help="Of a graph's plans: 512MiB, …")] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 12,

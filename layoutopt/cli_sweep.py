@@ -31,7 +31,7 @@ def sweep(
     ] = "none",
     batches: Annotated[str, typer.Option("--batches", help="Samples: 1,8,…; the graph's own by default.")] = "",
     strategies: Annotated[str, typer.Option("--strategies", help="Comma-separated.")] = "ilp",
-    storage: Annotated[str, typer.Option("--storage", help="fp32 or fp16.")] = "fp32",
+    storage: Annotated[str, typer.Option("--storage", help="fp32, fp16, int8 or nf4.")] = "fp32",
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver, a plan.")] = 60.0,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray.")] = "local",
     workers: Annotated[

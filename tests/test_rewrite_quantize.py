@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ import pytest
 from kernels.execute import Executor
 from kernels.reference import run
 from layoutopt import planner
+from layoutopt.cli import main
 from layoutopt.errors import GraphError, LayoutOptError
 from layoutopt.facade import check_request, costs_of, solve_plan
 from layoutopt.graph import TrainingGraph
+from layoutopt.graphfile import save
 from layoutopt.plan import Plan
+from layoutopt.plan import load as load_plan
 from layoutopt.quantize import WEIGHTS, dequantise, quantise
 from layoutopt.rewrite_quantize import weights_of
 from layoutopt.rewrites import STORAGES, calibration_name, planned_graph, rewritten
@@ -190,3 +194,16 @@ def test_a_plan_is_checked_and_simulated(device_index: int, storage: str) -> Non
 def test_weights_take_a_fraction(device_index: int) -> None:
     sizes = {s: sum(x.size_bytes for x in plan(device_index, s).arena) for s in ("fp32", "int8", "nf4")}
     assert sizes["nf4"] < sizes["int8"] < sizes["fp32"]
+
+
+def test_the_command_line_plans_simulates_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, made = tmp_path / "model.graph", tmp_path / "plan.json"
+    save(model(), file)
+    common = ["--storage", "nf4", "--device-model", "generic-cpu", "--json"]
+    assert main(["plan", str(file), *common, "--strategy", "greedy", "-o", str(made)]) == 0
+    assert load_plan(made).rewrites[-1] == "weights:nf4"
+    assert main(["simulate", str(made), "--device-model", "generic-cpu", "--graph", str(file), "--json"]) == 0
+    assert main(["compare", str(file), *common, "--strategies", "greedy,rowmajor", "--no-measure"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "minilm", *common]) == 2
+    assert "weights stored as nf4 are only read" in capsys.readouterr().err
