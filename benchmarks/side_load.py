@@ -33,14 +33,14 @@ from layoutopt.side.task import Task
 from tests.side import SECRET, FakeBackbone, alone, same_weights, small_task
 from tests.side_process import Killable, ServerProcess
 
-SAMPLES, BATCH, EPOCHS = 128, 8, 5
+SAMPLES, BATCH = 128, 8
 PER_PROCESS = 5
 SETTINGS = Settings(stall_s=120.0, keepalive_s=20.0, retry_s=0.2, retry_most_s=5.0, give_up_s=900.0)
 
 
-def task_of(width: int, seed: int) -> Task:
+def task_of(width: int, epochs: int, seed: int) -> Task:
     """The task of a device's training."""
-    steps = SAMPLES // BATCH * EPOCHS
+    steps = SAMPLES // BATCH * epochs
     return small_task(width=width, format="int8:64", batch=BATCH, rank=8, taps=tuple("abcdefg"), steps=steps, seed=seed)
 
 
@@ -51,7 +51,9 @@ def backbone_of(task: Task, wait_s: float) -> FakeBackbone:
 # ---- devices --------------------------------------------------------------------------------------------------------
 
 
-def devices(address: str, folder: str, numbers: list[int], width: int, wait_s: float, until: float) -> None:
+def devices(
+    address: str, folder: str, numbers: list[int], width: int, epochs: int, wait_s: float, until: float
+) -> None:
     """Some devices, each training after training until the time is up; what is done is a file."""
 
     def one(number: int) -> None:
@@ -60,7 +62,7 @@ def devices(address: str, folder: str, numbers: list[int], width: int, wait_s: f
             name = f"device-{number}-{turn}"
             result = Path(folder) / name
             if not result.exists():
-                task = task_of(width, 1000 * number + turn)
+                task = task_of(width, epochs, 1000 * number + turn)
                 settings = replace(SETTINGS, cache=bool(number % 2))
                 report = train(task, backbone_of(task, wait_s), Remote(address, name), settings, secret=SECRET)
                 write_atomic(result, report.weights)
@@ -147,7 +149,12 @@ def study(arguments: argparse.Namespace) -> dict[str, object]:
         folder = Path(name)
         (folder / "results").mkdir()
         server = ServerProcess(folder / "state", "--devices", "1000", "--workers", "2")
-        words = {"address": f"127.0.0.1:{server.port}", "folder": str(folder / "results"), "width": arguments.width}
+        words = {
+            "address": f"127.0.0.1:{server.port}",
+            "folder": str(folder / "results"),
+            "width": arguments.width,
+            "epochs": arguments.epochs,
+        }
         words |= {"wait_s": arguments.wait_s, "until": time.time() + seconds}
         numbers = list(range(arguments.devices))
         parts = [numbers[i : i + PER_PROCESS] for i in range(0, len(numbers), PER_PROCESS)]
@@ -170,7 +177,7 @@ def study(arguments: argparse.Namespace) -> dict[str, object]:
         "devices": arguments.devices,
         "minutes": arguments.minutes,
         "width": arguments.width,
-        "steps_per_training": task_of(arguments.width, 0).steps,
+        "steps_per_training": task_of(arguments.width, arguments.epochs, 0).steps,
         "trainings_finished": len(results),
         "trainings_wrong": wrong,
         "device_processes_killed": sum(group.kills for group in groups),
@@ -215,7 +222,7 @@ def check(results: list[Path], arguments: argparse.Namespace, folder: Path) -> i
     wrong = 0
     for path in chosen:
         _, number, turn = path.name.split("-")
-        task = task_of(arguments.width, 1000 * int(number) + int(turn))
+        task = task_of(arguments.width, arguments.epochs, 1000 * int(number) + int(turn))
         try:
             same_weights(path.read_bytes(), alone(folder / "alone" / path.name, task, backbone_of(task, 0.0)))
         except AssertionError:
@@ -230,6 +237,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=100)
     parser.add_argument("--killed", type=float, default=0.2, help="share of the devices killed, a minute")
     parser.add_argument("--width", type=int, default=384, help="numbers of a tap")
+    parser.add_argument("--epochs", type=int, default=5, help="of a training")
     parser.add_argument("--wait-s", type=float, default=1.0, help="seconds of a device's backbone, a batch")
     parser.add_argument("--checked", type=int, default=1_000_000, help="finished trainings to compare at most")
     parser.add_argument("--seed", type=int, default=0)
@@ -241,7 +249,7 @@ def main() -> None:
         devices(**json.loads(arguments.devices_json))
         return
     if arguments.smoke:
-        arguments.minutes, arguments.devices, arguments.width, arguments.wait_s = 0.15, 10, 64, 0.01
+        arguments.minutes, arguments.devices, arguments.width, arguments.epochs, arguments.wait_s = 0.1, 10, 64, 2, 0.01
     record = Record(arguments.out, "side_load", seed=arguments.seed)
     found = study(arguments)
     record.write(found)
