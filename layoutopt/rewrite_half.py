@@ -67,6 +67,8 @@ _FLOAT32: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "cross_entropy_grad": ((0, 3, 4), ()),
     "attention": ((), (1, 2)),
     "attention_grad": ((4, 5), ()),
+    "quantize": ((), (1,)),
+    "dequantize": ((1,), ()),
 }
 """Inputs and outputs that stay float32 whatever their size."""
 
