@@ -95,14 +95,23 @@ class Work:
         import torch
 
         bert = self.model(0).bert.eval()
-        taps, pooled = [], []
+        lengths = self.data.inputs["attention_mask"].sum(1)
+        width, blocks = bert.config.hidden_size, bert.config.num_hidden_layers
+        taps = np.empty((len(self.data), blocks, width), np.float32)
+        pooled = np.empty((len(self.data), width), np.float32)
+        order = np.argsort(lengths, kind="stable")
         with torch.no_grad():
-            for batch, real in self.data.batches(64):
-                inputs = {k: torch.from_numpy(v).long() for k, v in batch.items() if k != "labels"}
+            for rows in np.array_split(order, -(-len(order) // 64)):
+                # Padding beyond the longest text of a batch is hidden from all tokens: it need not be there.
+                inputs = {
+                    k: torch.from_numpy(v[rows, : lengths[rows].max()]).long()
+                    for k, v in self.data.inputs.items()
+                    if k != "labels"
+                }
                 found = bert(**inputs, output_hidden_states=True)
-                taps.append(torch.stack([h[:, 0] for h in found.hidden_states[1:]], 1).numpy()[:real])
-                pooled.append(found.pooler_output.numpy()[:real])
-        return np.concatenate(taps), np.concatenate(pooled)
+                taps[rows] = torch.stack([h[:, 0] for h in found.hidden_states[1:]], 1).numpy()
+                pooled[rows] = found.pooler_output.numpy()
+        return taps, pooled
 
 
 def epoch_batches(data: Dataset, seed: int, epoch: int) -> Iterator[dict[str, np.ndarray]]:

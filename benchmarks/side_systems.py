@@ -1,6 +1,6 @@
 """What each way of fine-tuning takes: a device and a server as two processes, the link between them shaped.
 
-    python benchmarks/side_systems.py DATA [--parts footprint,accuracy,window] [--links 20Mbps,100Mbps]
+    python benchmarks/side_systems.py DATA [--parts prepare,footprint,…] [--links 20Mbps,100Mbps]
                                       [--device SEL] [--device-model D] [--target A] [--json OUT] [--smoke]
 
 Device and server have a core each (``--cores``), so that they do not slow each other down as two processes of one
@@ -17,7 +17,8 @@ that there were at each step. Bytes are those that went through the proxy.
 
 *window*: side-tuning with 1 and with ``WINDOW`` batches on their way: how much of the time the device computes.
 
-Every row is kept as it is made: the same command goes on from there.
+Every row is kept as it is made: the same command goes on from there. With ``--folder`` graphs and plans are kept, too:
+``--parts prepare`` makes them, and builds their kernels, before anything is measured.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from layoutopt.errors import LayoutOptError
 from layoutopt.quantize import Format
 
 WINDOW = 4
+WINDOW_STEPS = 64
 SIDES = (
     *(("fp32", "float32", "all"), ("fp32", "int8:64", "all"), ("fp32", "int4:64", "pivot")),
     *(("int8", "int8:64", "all"), ("int8", "int4:64", "pivot"), ("nf4", "int4:64", "pivot")),
@@ -89,7 +91,6 @@ class Bench:
         if args.cores:
             one_thread()
         self.runtime = Runtime(pick(args.device))
-        self._made: dict[tuple[Any, ...], tuple[Path, Path]] = {}
 
     @cached_property
     def work(self) -> Work:
@@ -119,18 +120,18 @@ class Bench:
         from layoutopt.graphfile import save
         from layoutopt.side.backbone import sending
 
-        key = model, way, batch, seq
-        if key not in self._made:
+        words = [model, *way.facts.values(), str(batch), str(seq)]
+        name = "-".join(word.replace(":", "") for word in words if word)
+        files = self.folder / f"{name}.graph", self.folder / f"{name}.json"
+        if not all(file.is_file() for file in files):
             graph = self._graph(model, way, batch, seq)
             # A backbone is kept as captured: what stores its taps comes on top, when it is loaded, too.
             runs = sending(graph, Format.parse(way.taps)) if way.taps else graph
-            strategy = "greedy" if self.args.smoke else "ilp"
+            strategy = "greedy" if self.args.smoke or model != "minilm" else "ilp"
             made = solve_plan(runs, self.model, strategy=strategy, time_limit_s=10.0, storage=way.weights)
-            files = self.folder / f"{len(self._made)}.graph", self.folder / f"{len(self._made)}.json"
             save(graph, files[0])
             plans.save(made, files[1])
-            self._made[key] = files
-        return self._made[key]
+        return files
 
     def _graph(self, model: str, way: Way, batch: int, seq: int) -> Any:
         from layoutopt.facade import capture_model
@@ -161,14 +162,18 @@ class Bench:
         graph, plan = self.planned(model, way, batch, seq)
         return {"graph": graph, "plan": plan, "model": model, "batch": batch, "seq": seq, **way.facts}
 
+    def steps(self, model: str, way: Way, batch: int, seq: int, count: int) -> dict[str, Any]:
+        """Have a device's process take so many steps, after one that is not timed."""
+        spec = self.spec(model, way, batch, seq)
+        return self.run("forward" if way.taps else "steps", steps=count, **spec)
+
     def training_spec(self, lr: float, epochs: int) -> dict[str, Any]:
         """What it is told of training on the device."""
         args = self.args
         return {"data": self.data_file, "lr": lr, "epochs": epochs, "look": args.look, "target": args.target}
 
-    def task(self, way: Way, epochs: int) -> dict[str, Any]:
+    def task(self, way: Way, steps: int) -> dict[str, Any]:
         """A task but for the graph's hash and the names of taps."""
-        steps = epochs * -(-len(self.split[0]) // BATCH)
         return {
             "model": "minilm",
             "width": 384,
@@ -243,19 +248,29 @@ def served(bench: Bench, link: str) -> Iterator[tuple[dict[str, str], Callable[[
 # ---- footprint ------------------------------------------------------------------------------------------------------
 
 
+def measured(smoke: bool) -> Iterator[tuple[str, Way, int, int]]:
+    """Model, way, samples and tokens of every footprint."""
+    ways = [*(Way(name) for name in LOCAL), *(Way("side", *formats) for formats in SIDES)]
+    chosen = {"minilm": [ways[2], ways[5]]} if smoke else {"minilm": ways, "gpt2": [*ways[:2], *ways[5:7], ways[8]]}
+    for model, own in chosen.items():
+        batch, seq = FOOTPRINTS[model]
+        yield from ((model, way, batch, seq) for way in own)
+
+
 def footprints(bench: Bench, rows: Rows) -> None:
     """A few steps of every way, on made-up data."""
-    smoke = bench.args.smoke
-    models = {"minilm": FOOTPRINTS["minilm"]} if smoke else FOOTPRINTS
-    ways = [*(Way(name) for name in LOCAL), *(Way("side", *formats) for formats in SIDES)]
-    for model, (batch, seq) in models.items():
-        for way in (ways[2], ways[5]) if smoke else ways:
-            key = {"part": "footprint", "model": model, **way.facts}
-            if rows.find(**key) is not None:
-                continue
-            spec = bench.spec(model, way, batch, seq)
-            found = bench.run("forward" if way.taps else "steps", steps=bench.args.steps, **spec)
+    for model, way, batch, seq in measured(bench.args.smoke):
+        key = {"part": "footprint", "model": model, **way.facts}
+        if rows.find(**key) is None:
+            found = bench.steps(model, way, batch, seq, bench.args.steps)
             say(rows.add({**key, "batch": batch, "seq": seq, **found}))
+
+
+def prepare(bench: Bench, _: Rows) -> None:
+    """Make every plan and build its kernels, so that nothing of it is left to do when it is measured."""
+    for model, way, batch, seq in measured(bench.args.smoke):
+        bench.steps(model, way, batch, seq, 0)
+        print(f"planned {model}, {words(way.facts)}", flush=True)
 
 
 # ---- accuracy -------------------------------------------------------------------------------------------------------
@@ -278,7 +293,7 @@ def trainings(bench: Bench, rows: Rows) -> None:
 def side_training(bench: Bench, way: Way, link: str) -> dict[str, Any]:
     """Side-tuning over a link, and after which step it was how good."""
     kept = bench.folder / "kept.npz"
-    task = bench.task(way, bench.args.side_epochs)
+    task = bench.task(way, bench.args.side_epochs * -(-len(bench.split[0]) // BATCH))
     with served(bench, link) as (where, counted):
         found = bench.side(way, task, where, window=WINDOW, kept=kept)
         found["link_bytes"] = counted()
@@ -342,7 +357,8 @@ def reached(found: dict[str, Any], target: float) -> dict[str, Any]:
 
 
 def windows(bench: Bench, rows: Rows) -> None:
-    """One epoch's activations with one batch on its way, and with several."""
+    """The first steps' activations with one batch on its way, and with several."""
+    steps = min(WINDOW_STEPS, -(-len(bench.split[0]) // BATCH))
     for link in bench.args.links:
         for formats in TRAINED:
             for window in (1, WINDOW):
@@ -351,7 +367,7 @@ def windows(bench: Bench, rows: Rows) -> None:
                 if rows.find(**key) is not None:
                     continue
                 with served(bench, link) as (where, counted):
-                    found = bench.side(way, bench.task(way, 1), where, window=window, kept="")
+                    found = bench.side(way, bench.task(way, steps), where, window=window, kept="")
                     found["link_bytes"] = counted()
                 found.pop("times")
                 say(rows.add({**key, **found}))
@@ -418,7 +434,8 @@ def main() -> int:
     """Measure what is not in the record yet, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="?", type=Path, help="label<TAB>text lines")
-    parser.add_argument("--parts", default="footprint,accuracy,window")
+    parser.add_argument("--parts", default="footprint,window,accuracy", help="prepare: plans and kernels alone")
+    parser.add_argument("--folder", type=Path, help="of graphs and plans, to be used again")
     parser.add_argument("--links", default="20Mbps,100Mbps")
     parser.add_argument("--device", help="index or part of its name")
     parser.add_argument("--device-model", help="file or built-in name")
@@ -449,6 +466,9 @@ def main() -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     args.cores = None if args.cores == "any" or available < 2 else [int(core) for core in args.cores.split(",")]
     try:
+        if args.folder is not None:
+            args.folder.mkdir(parents=True, exist_ok=True)
+            return measure(args, args.folder)
         with tempfile.TemporaryDirectory() as folder:
             return measure(args, Path(folder))
     except LayoutOptError as error:
@@ -464,9 +484,12 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
     settings |= {"data": bench.work.fingerprint, "batch": BATCH, "seq": SEQ, "latency_s": LATENCY_S}
     settings |= {"device": bench.runtime.info.label, "device_model": bench.model.name, "rank": RANK, "rates": RATES}
     rows = Rows(args.json, Record(args.json, "side_systems"), settings)
-    for part, made in (("footprint", footprints), ("accuracy", trainings), ("window", windows)):
-        if part in args.parts:
-            made(bench, rows)
+    parts = {"prepare": prepare, "footprint": footprints, "window": windows, "accuracy": trainings}
+    unknown = [part for part in args.parts if part not in parts]
+    if unknown:
+        raise LayoutOptError(f"unknown part {unknown[0]!r}: choose among {', '.join(parts)}")
+    for part in args.parts:
+        parts[part](bench, rows)
     summary(rows)
     return 0
 
