@@ -374,6 +374,18 @@ def test_trainings_of_devices_that_are_gone_are_released(tmp_path: Path) -> None
             assert caller.open().next_step == 1
 
 
+def test_a_training_whose_device_comes_with_another_task_is_released_too(tmp_path: Path) -> None:
+    with server(tmp_path / "state", Limits(idle_s=0.2)) as found:
+        with Caller(found.address) as caller:
+            caller.open()
+        with Caller(found.address) as caller:
+            caller.send(open=wire.messages().Open(version=1, task=wire.encode_task(small_task(seed=9))))
+            assert "another seed" in caller.refused().reason
+        assert waited(lambda: not found.service._places)
+        with pytest.raises(LayoutOptError, match="no open training"):
+            found.service._workers.status("phone")
+
+
 def test_a_server_that_stops_says_so_and_goes_on_later(tmp_path: Path) -> None:
     with server(tmp_path / "state") as found:
         caller = Caller(found.address)

@@ -84,12 +84,13 @@ class _Opening:
 
 @dataclass
 class _Place:
-    """What is known of a device while the server runs."""
+    """What is known of a device while the server runs; ``in_memory``: whether workers may have its training open."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     session: Session | None = None
     link: Link | None = None
     held_bytes: int = 0
+    in_memory: bool = False
     idle_since: float = 0.0
 
 
@@ -309,10 +310,9 @@ class Service:
 
     async def _open(self, name: str, place: _Place, opening: _Opening, link: Link) -> Session:
         """Begin a session, after an older one of the same device has ended."""
-        task = opening.task
-        window = self._window(task)
+        window = self._window(opening.task)
         async with place.lock:
-            if self._stopping:
+            if self._stopping or not link.is_open:
                 raise RefusedError("the server stops", "later")
             if self._places.setdefault(name, place) is not place:  # forgotten while we waited
                 raise RefusedError(f"the training of {name} is just being released", "later")
@@ -327,22 +327,26 @@ class Service:
                     "later",
                 )
             place.link, place.held_bytes = link, window.bytes  # taken before anyone else can be asked
-            status = await self._begin(name, opening)
-            if status.failure:
-                raise RefusedError(f"the training of {name} cannot go on: {status.failure}")
-            session = Session(name, task, status.next_step, window, link, self._workers, self._executor, self._failed)
-            place.session = session
-            opened = wire.messages().Opened(
-                next_step=status.next_step,
-                window_steps=window.steps,
-                window_bytes=window.bytes,
-                window_orders=window.orders,
-            )
-            link.put(opened=opened)
-            LOGGER.info("%s goes on at step %d of %d", name, status.next_step, task.steps)
-            if not link.is_open:
-                self._detach(place)
-            return session
+            try:
+                return await self._begin_session(name, place, opening, window, link)
+            finally:
+                if place.session is None or not link.is_open:  # refused, or the device has gone meanwhile
+                    self._detach(place)
+
+    async def _begin_session(self, name: str, place: _Place, opening: _Opening, window: Window, link: Link) -> Session:
+        place.in_memory = True
+        status = await self._begin(name, opening)
+        if status.failure:
+            raise RefusedError(f"the training of {name} cannot go on: {status.failure}")
+        step, task = status.next_step, opening.task
+        session = Session(name, task, step, window, link, self._workers, self._executor, self._failed)
+        place.session = session
+        opened = wire.messages().Opened(
+            next_step=step, window_steps=window.steps, window_bytes=window.bytes, window_orders=window.orders
+        )
+        link.put(opened=opened)
+        LOGGER.info("%s goes on at step %d of %d", name, step, task.steps)
+        return session
 
     async def _begin(self, name: str, opening: _Opening) -> Status:
         """Have a training opened; where memory is short, those of devices that are gone make room, the oldest first."""
@@ -354,11 +358,8 @@ class Service:
                 if not gone:
                     raise
                 other = gone.pop(0)[1]
-                try:
-                    if other in self._places:
-                        await self._release(other, self._places[other], 0.0)
-                except LayoutOptError:
-                    LOGGER.exception("cannot release the training of %s", printable(other))
+                if other in self._places:
+                    await self._release(other, self._places[other], 0.0)
 
     def _open_training(self, name: str, opening: _Opening) -> Status:
         return self._workers.open(name, opening.task, opening.head or None, anew=opening.anew)
@@ -398,10 +399,8 @@ class Service:
         while True:
             await asyncio.sleep(min(self.limits.idle_s, 10.0))
             for name in list(self._places):
-                try:
+                if name in self._places:
                     await self._release(name, self._places[name], self.limits.idle_s)
-                except Exception:  # it is tried again
-                    LOGGER.exception("cannot release the training of %s", printable(name))
 
     async def _release(self, name: str, place: _Place, after_s: float) -> None:
         """Forget a device that has been gone for a while, if there is nothing to do for it."""
@@ -411,11 +410,14 @@ class Service:
             gone_s = asyncio.get_running_loop().time() - place.idle_since
             if place.link is not None or gone_s < after_s:
                 return
-            if place.session is not None:
-                if not place.session.is_idle:
-                    return
-                await self._end(name, place, "", "later")
-                await self._call(self._workers.release, name)
+            if place.session is not None and not place.session.is_idle:
+                return
+            await self._end(name, place, "", "later")
+            if place.in_memory:
+                try:
+                    await self._call(self._workers.release, name)
+                except Exception as error:  # noqa: BLE001 - it may not be open, or its worker may have died
+                    LOGGER.warning("%s was not released: %s", name, printable(str(error)))
             self._places.pop(name, None)
 
     def _call(self, work: Any, *arguments: Any) -> Awaitable[Any]:
