@@ -163,7 +163,7 @@ class CostModel:
     def _known_levels(self, kernel: Kernel) -> tuple[str, ...]:
         """The kernel's levels, or those of what stands for a family that was never measured here."""
         own = _levels(kernel)
-        like = _LIKE.get(own[-1])
+        like = _LIKE.get(own[-2])
         return like if like and not any(level in self.model.constants for level in own) else own
 
     def roofline_ns(self, values: Sequence[float]) -> float:
@@ -194,8 +194,11 @@ def _reads_images(kernel: Kernel) -> bool:
     return len(kernel.launches[0].images) > 1
 
 
-_LIKE = {"quantized_contraction": ("contraction.outer.n", "contraction")}
-"""Families that a device model may be older than, with the levels that price them until they are measured."""
+_LIKE = {
+    "quantized_contraction.outer": ("contraction.outer.n", "contraction"),
+    "quantized_contraction.staged": ("contraction.staged", "contraction"),
+}
+"""Variants that a device model may be older than, with the levels that price them until they are measured."""
 
 
 def _levels(kernel: Kernel) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from kernels.families.quantized_contraction import QUANTIZED_CONTRACTION
 from kernels.reference import evaluate
 from kernels.runtime import devices
 from kernels.spec import DeviceLimits, OpSpec
-from kernels.testing import PreparedKernel
+from kernels.testing import PreparedKernel, check_kernels, limits_of
 from layoutopt.graph import Expr
 from layoutopt.layout import Layout
 from layoutopt.quantize import Format, groups_per_row, quantise, words_per_row
@@ -125,8 +125,20 @@ def layouts_of(spec: OpSpec, name: str) -> list[Layout]:
     ]
 
 
-def check_product(device_index: int, spec: OpSpec, layouts: list[Layout], inputs: list[np.ndarray]) -> set[str]:
-    return check_all(device_index, spec, layouts, inputs, rtol=2e-5)
+def check_product(
+    device_index: int, spec: OpSpec, layouts: list[Layout], inputs: list[np.ndarray], every: bool = False
+) -> set[str]:
+    """Check every variant, or the first and the last of each name; the names."""
+    device = devices()[device_index].handle
+    chosen = {}
+    for limits in (limits_of(device), GPU_LIMITS):
+        made = kernels_of(spec, layouts, limits)
+        ends = [*{k.variant.name: k for k in made}.values(), *{k.variant.name: k for k in made[::-1]}.values()]
+        chosen |= {k.key: k for k in (made if every else ends)}
+    exact = [x.astype(np.float64) if x.dtype.kind == "f" else x for x in inputs]
+    expected = evaluate(spec.kind, dict(spec.attrs), exact, spec.shapes[spec.inputs :])
+    check_kernels(device, list(chosen.values()), inputs, expected, 2e-5)
+    return {kernel.variant.name for kernel in chosen.values()}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +154,7 @@ def check_product(device_index: int, spec: OpSpec, layouts: list[Layout], inputs
 )
 def test_products_of_odd_sizes(device_index: int, shape: tuple[int, int, int], fmt: str) -> None:
     spec, inputs = product(shape, fmt)
-    check_product(device_index, spec, layouts_of(spec, "row-major"), inputs)
+    check_product(device_index, spec, layouts_of(spec, "row-major"), inputs, every=True)
 
 
 @pytest.mark.parametrize(("name", "fmt"), list(zip(list(MATRIX_LAYOUTS)[1:], ("int8", "nf4:64") * 4, strict=False)))
@@ -192,6 +204,8 @@ def test_what_variants_take(shape: tuple[int, int, int]) -> None:
         kinds = set()
         for limits, p in variants(shape, fmt):
             kinds.add(limits.kind)
+            if "bm" in p:
+                continue  # staged: the float32 product's own
             group = Format.parse(fmt).group or p["kb"]
             assert p["kb"] % 8 == 0
             assert p["kb"] % group == 0 or group % p["kb"] == 0 or p["kb"] >= shape[1]

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kernels.families.contraction_staged import _BLOCKS, build_staged, staged_variants
+from kernels.families.contraction_staged import BLOCKS, build_staged, staged_variants
 from kernels.nest import Index
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, OpSpec
 from kernels.testing import check_kernel, opencl_devices
@@ -38,7 +38,7 @@ def built(shape: tuple[int, ...], block: tuple[int, ...], mix: tuple[str, ...], 
     return build_staged(KernelVariant("contraction", "staged", tuple(params.items())), spec, layouts)
 
 
-@pytest.mark.parametrize("block", _BLOCKS, ids=lambda b: "x".join(map(str, b)))
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda b: "x".join(map(str, b)))
 def test_values(block: tuple[int, ...], device_index: int) -> None:
     rng = np.random.default_rng(0)
     checked = 0

@@ -9,6 +9,8 @@
 // With SPLIT > 1 a group adds up one of SPLIT ranges of k, KS long, and writes to scratch; contraction_sum.cl adds those.
 
 // With an epilogue FINISH and FINISH1 run it on four sums and on one, and store its results.
+// QUANTISED: Y is rows of WORDS and SCALES along k (layoutopt/quantize.py), YW numbers a word, unpacked when a panel is loaded.
+// Codes behind the last number meet zeros of X.
 
 #ifndef EPILOGUE
 #define MORE_ARGS
@@ -32,7 +34,14 @@
 #define X_GET(r, k) X_AT(b, r, k)
 #define XT float
 #endif
+#ifdef QUANTISED
+#define Y_GET(k, c) (UNPACK(WORDS_AT(c, (k) / YW)) * SCALES_AT(c, (k) / GROUP))
 #if YW == 4
+#define YT float4
+#else
+#define YT float8
+#endif
+#elif YW == 4
 #define Y_GET(k, c) Y_LOAD4(b, k, c)
 #define YT float4
 #else
@@ -59,7 +68,11 @@
 #else
 #define X_PUT(p, v) (*(p) = (v))
 #endif
-#if YW == 4 && Y_ALONG_K
+#if YW == 8
+#define Y_PUT(p, v) \
+    ((p)[0] = (v).s0, (p)[YS] = (v).s1, (p)[2 * YS] = (v).s2, (p)[3 * YS] = (v).s3, (p)[4 * YS] = (v).s4, (p)[5 * YS] = (v).s5, \
+     (p)[6 * YS] = (v).s6, (p)[7 * YS] = (v).s7)
+#elif YW == 4 && Y_ALONG_K
 #define Y_PUT(p, v) ((p)[0] = (v).x, (p)[YS] = (v).y, (p)[2 * YS] = (v).z, (p)[3 * YS] = (v).w)
 #elif YW == 4
 #define Y_PUT(p, v) (*(__local float4 *)(p) = (v))
@@ -89,6 +102,9 @@ __kernel __attribute__((reqd_work_group_size(ITEMS, 1, 1))) void contraction_sta
     const int b = get_group_id(2) / SPLIT, q = get_group_id(2) % SPLIT;
     const int begin = q * KS, end = SPLIT > 1 ? min(begin + KS, KN) : KN;
     const int ri = o % 32 / 8 * 4 + o / 32 / ACROSS * 16, ci = o % 8 * 4 + o / 32 % ACROSS * 32;
+#ifdef LEVELS_START
+    LEVELS_START
+#endif
     XT px[XL];
     YT py[YL];
     float4 acc[TM][TN / 4];

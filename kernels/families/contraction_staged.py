@@ -10,7 +10,7 @@ adds their sums, in a fixed order. An epilogue (see ``contraction_epilogue.py``)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,10 +20,22 @@ from kernels.nest import Access, Index, Loop, Nest, Phase, Term, at, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec, Scratch
 from layoutopt.layout import Layout
 
-__all__ = ["build_staged", "staged_variants"]
+__all__ = [
+    "BLOCKS",
+    "Ending",
+    "build_staged",
+    "item_lanes",
+    "panel_accesses",
+    "panel_loader",
+    "shifted",
+    "split_ranges",
+    "staged_nest",
+    "staged_variants",
+    "sum_launch",
+]
 
 # (bm, bn, bk, tm, tn, slices): the group's block and the item's. Items: slices × bm/tm × bn/tn, lanes in 4 × 8.
-_BLOCKS = (
+BLOCKS = (
     (128, 128, 8, 8, 8, 1),
     (64, 128, 16, 8, 8, 1),
     (128, 64, 16, 8, 8, 1),
@@ -47,7 +59,7 @@ def staged_variants(spec: OpSpec, limits: DeviceLimits) -> Iterator[KernelVarian
     """Blocks that fit the shape and the device; k in one piece, or split so that every compute unit has work."""
     batch, m, k = spec.shapes[0]
     n = spec.shapes[1][2]
-    for bm, bn, bk, tm, tn, slices in _BLOCKS:
+    for bm, bn, bk, tm, tn, slices in BLOCKS:
         items = slices * (bm // tm) * (bn // tn)
         local_bytes = 2 * bk * (bm + bn + 8) * 4
         if items > limits.max_work_group_size or local_bytes > limits.local_mem_bytes:
@@ -56,13 +68,13 @@ def staged_variants(spec: OpSpec, limits: DeviceLimits) -> Iterator[KernelVarian
         if (bm > 32 and small[0] <= bm // 2) or (bn > 32 and small[1] <= bn // 2):
             continue
         groups = batch * -(-m // bm) * -(-n // bn)
-        splits = {1, _split(groups * items, -(-k // bk), limits.compute_units)}
+        splits = {1, split_ranges(groups * items, -(-k // bk), limits.compute_units)}
         for q in sorted(splits):
             params = {"bm": bm, "bn": bn, "bk": bk, "tm": tm, "tn": tn, "slices": slices, "q": q}
             yield KernelVariant("contraction", "staged", tuple(params.items()))
 
 
-def _split(items: int, panels: int, units: int) -> int:
+def split_ranges(items: int, panels: int, units: int) -> int:
     """The least power of two of ranges that keeps the device busy, as far as k goes; less where some would be empty."""
     q = 1
     while items * q < _ITEMS_PER_UNIT * units and panels // (2 * q) >= _LEAST_STEPS:
@@ -83,14 +95,14 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     steps = -(-panels // q)
     if (q - 1) * steps >= panels:
         return None
-    x_load, y_load = _loader(views[x], 1, 2), _loader(views[y], 2, 1)
+    x_load, y_load = panel_loader(views[x], 1, 2), panel_loader(views[y], 2, 1)
     loads = (x, x_load), (y, y_load)
     images = tuple(at_ for at_, (width, axis) in loads if width == 4 and in_texels(views[at_], axis, p))
     if "image" in p and not images:
         return None
     zw = 4 if epilogue or (views[first].vectorizes(2, 4) and cols % 4 == 0) else 1
     finish = epilogue.finish(views, 4) if epilogue else plain_finish(first, zw)
-    ending = _Ending(
+    ending = Ending(
         finish,
         epilogue.roles() if epilogue else (),
         tuple(epilogue.defines(4, rolled=False).items()) if epilogue else (),
@@ -140,11 +152,11 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     seen = views if mirrored else ()
     if q == 1:
         return Kernel(spec, variant, layouts, (main,), views=seen)
-    total = _sum_launch(q, (batch, rows, cols), (target, first), (("ZW", zw), ("ALPHA", defines["ALPHA"])), ending)
+    total = sum_launch(q, (batch, rows, cols), (target, first), (("ZW", zw), ("ALPHA", defines["ALPHA"])), ending)
     return Kernel(spec, variant, layouts, (main, total), (Scratch("float32", partial),), views=seen)
 
 
-def _loader(layout: Layout, outer: int, along: int) -> tuple[int, int]:
+def panel_loader(layout: Layout, outer: int, along: int) -> tuple[int, int]:
     """(vector width, axis along which lanes load) of a panel whose axes are ``outer`` and k = ``along``."""
     for axis in (outer, along):
         if layout.shape[axis] % 4 == 0 and layout.vectorizes(axis, 4):
@@ -156,7 +168,7 @@ def _loader(layout: Layout, outer: int, along: int) -> tuple[int, int]:
 _B, _L, _S = "b", "l", "slice"
 
 
-def _panel(
+def panel_accesses(
     load: tuple[int, int, int], outer: int, block: int, bk: int, lanes: tuple[int, int], group: str
 ) -> list[Access]:
     """An item's loads of one panel; ``load``: (operand, width, axis), ``lanes``: items of a slice, slices."""
@@ -187,11 +199,24 @@ def _staged_nest(
     finish: Finish,
 ) -> Nest:
     p = dict(params)
+    lanes = item_lanes(p)
+    loads = panel_accesses(x, 1, p["bm"], p["bk"], lanes, "r") + panel_accesses(y, 2, p["bn"], p["bk"], lanes, "c")
+    if p["q"] > 1:
+        loads = [shifted(a, 2 if a.operand == x[0] else 1, steps * p["bk"]) for a in loads]
+    return staged_nest(p, grid, steps, tuple(loads), finish)
+
+
+def item_lanes(p: Mapping[str, int]) -> tuple[int, int]:
+    """Items of a slice, slices."""
+    return p["bm"] // p["tm"] * (p["bn"] // p["tn"]), p["slices"]
+
+
+def staged_nest(
+    p: Mapping[str, int], grid: tuple[int, int, int], steps: int, loads: tuple[Access, ...], finish: Finish
+) -> Nest:
+    """The nest of a launch: what an item loads of each panel, and how it ends."""
     bm, bn, bk, tm, tn, slices, q = (p[key] for key in ("bm", "bn", "bk", "tm", "tn", "slices", "q"))
-    lanes, across = (bm // tm * (bn // tn), slices), bn // tn // 8
-    loads = _panel(x, 1, bm, bk, lanes, "r") + _panel(y, 2, bn, bk, lanes, "c")
-    if q > 1:
-        loads = [_shifted(a, 2 if a.operand == x[0] else 1, steps * bk) for a in loads]
+    lanes, across = item_lanes(p), bn // tn // 8
     row = Index(0, (Term("r", bm), Term(_L, 4, 8, 4), Term(_L, 16, 32 * across)))
     col = Index(0, (Term("c", bn), Term(_L, 4, 1, 8), Term(_L, 32, 32, across)))
     if slices > 1:
@@ -219,7 +244,7 @@ def _staged_nest(
     return Nest((*groups, *items), phases)
 
 
-def _shifted(access: Access, k_axis: int, per_range: int) -> Access:
+def shifted(access: Access, k_axis: int, per_range: int) -> Access:
     """The access of range q of k."""
     coords = list(access.index)
     coords[k_axis] = coords[k_axis] + Index(0, (Term("q", per_range),))  # type: ignore[operator]
@@ -227,7 +252,7 @@ def _shifted(access: Access, k_axis: int, per_range: int) -> Access:
 
 
 @dataclass(frozen=True)
-class _Ending:
+class Ending:
     """What the launch that has the whole sums does with them: for its nest, its operands, its code."""
 
     finish: Finish
@@ -237,13 +262,14 @@ class _Ending:
 
 
 @lru_cache(maxsize=1024)
-def _sum_launch(
+def sum_launch(
     q: int,
     shape: tuple[int, int, int],
     positions: tuple[int, int],
     constants: tuple[tuple[str, str | int | float], ...],
-    ending: _Ending,
+    ending: Ending,
 ) -> Launch:
+    """The launch that adds up ``q`` ranges of k; ``positions`` of the parts and of the first output."""
     (batch, rows, cols), (partial, first) = shape, positions
     across, down = _SUM_GROUP
     vectors = -(-cols // 4)

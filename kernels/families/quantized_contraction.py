@@ -4,7 +4,8 @@ Weights stay packed in global memory and are unpacked inside the kernel: a block
 that a work group makes becomes a tile of floats, once, in private memory on a CPU (one fat item, which multiplies it
 with ``t`` register tiles of rows) or in local memory on a GPU (``gr``×``gc`` thin items). From there it is the outer
 product of ``contraction.py``, with any layout of the activations and any epilogue. Words are loaded in vectors along n
-where their layout has them, else one by one: each is four or eight weights, so that hardly matters.
+where their layout has them, else one by one: each is four or eight weights, so that hardly matters. On a GPU both
+operands may also go through local memory (``quantized_staged.py``).
 
 Axes of the kernel are (r, k), (c, word), (c, group) and (r, c), those of X and Z behind a batch of one.
 """
@@ -20,6 +21,7 @@ from kernels.families.common import any_image
 from kernels.families.contraction_code import compose_store, load_x
 from kernels.families.contraction_epilogue import Finish, epilogue_of, plain_finish
 from kernels.families.contraction_nest import Tiling, tile_ends
+from kernels.families.quantized_staged import build_quantized_staged, quantized_staged_variants
 from kernels.nest import NEVER, Access, Bound, Index, Loop, Nest, Phase, Term, var
 from kernels.spec import DeviceLimits, Kernel, KernelVariant, Launch, OpSpec
 from layoutopt.layout import LANES, Layout
@@ -56,7 +58,8 @@ class QuantizedContraction:
         (m, k), n = spec.shapes[0], spec.shapes[1][0]
         fmt = Format.parse(spec.attr("format"))
         made = self._fat(m, n, k, fmt, limits) if limits.kind == "cpu" else self._thin(m, n, k, fmt, limits)
-        return list(dict.fromkeys(KernelVariant(self.name, "outer", tuple(params.items())) for params in made))
+        out = list(dict.fromkeys(KernelVariant(self.name, "outer", tuple(params.items())) for params in made))
+        return out if limits.kind == "cpu" else [*out, *quantized_staged_variants(self.name, spec, limits)]
 
     @staticmethod
     def _fat(m: int, n: int, k: int, fmt: Format, limits: DeviceLimits) -> Iterator[dict[str, int]]:
@@ -92,6 +95,8 @@ class QuantizedContraction:
         if any_image(layouts):
             return None
         views = tuple(x if i in (1, 2) else _lifted(x) for i, x in enumerate(layouts))
+        if variant.name == "staged":
+            return build_quantized_staged(variant, spec, layouts, views)
         return Kernel(spec, variant, layouts, (_launch(variant, spec, views),), views=views)
 
 
@@ -277,6 +282,7 @@ def _nest(tiling: Tiling, blocks: _Blocks, stored: tuple[int, int], along_k: boo
         xs = tuple(Access(0, (var("b"), r, step), width, 2, clamps=tiling.row_clamp, when=lives) for r in rows)
         # What is read of the tile lies in no operand; the cost model counts it as loads of the first row of the output.
         near = tuple(Access(output, (Index(), Index(), c), v, 2, when=NEVER) for c in tiling.cols(v)) * width
+        near = near if fat else ()
         inner = (Loop("block", times), *walk, Loop("k", steps // width))
         phases.append(Phase(inner, xs + near, 2 * tiling.mr * tiling.nr * width))
     ends = tile_ends(tiling, finish, len(walk), tiling.interior)
