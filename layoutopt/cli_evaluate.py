@@ -1,4 +1,4 @@
-"""``layoutopt side evaluate``: how well a fine-tuned model does on the device, on samples that were held out."""
+"""``layoutopt side capture`` and ``side evaluate``: the graph that a device runs, and how well its model does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,43 @@ from layoutopt.cli_device import open_runtime
 from layoutopt.errors import LayoutOptError
 from layoutopt.show import Progress, emit, out, say
 
-__all__ = ["evaluate"]
+__all__ = ["capture", "evaluate"]
+
+
+def capture(
+    model: Annotated[str, typer.Argument(help="A zoo model: minilm, gpt2, opt-125m, vit-digits, …")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Graph file to write.")] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1)] = 16,
+    seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens a sample (text models).")] = 64,
+    tokens: Annotated[str, typer.Option("--tokens", help="pivot: the token that the loss uses; or all.")] = "pivot",
+    tap_format: Annotated[str, typer.Option("--tap-format", help="int8:64, int4:64, fp4:32, float32, …")] = "int8:64",
+    taps: Annotated[str, typer.Option("--taps", help="Comma-separated modules; after every block by default.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> None:
+    """Capture the graph that a device runs in side-tuning: for `layoutopt plan`, `compare` and `simulate`."""
+    from layoutopt.files import check_target
+    from layoutopt.graphfile import save
+    from layoutopt.quantize import Format
+    from layoutopt.side.backbone import Wanted, capture_wanted, sending
+
+    target = output or Path(f"{model}-taps.graph")
+    check_target(target)
+    fmt = Format.parse(tap_format)
+    named = tuple(word.strip() for word in taps.split(",") if word.strip())
+    graph = sending(capture_wanted(Wanted(model, None, batch, seq, fmt, tokens, named)), fmt)
+    save(graph, target)
+    facts = {
+        "file": str(target),
+        "taps": graph.meta["side"]["taps"],
+        "width": graph.meta["side"]["width"],
+        "ops": len(graph.ops),
+        "parameters": sum(t.size_elems for t in graph.by_role("parameter")),
+    }
+    if json:
+        emit(facts)
+        return
+    out(f"{facts['ops']} ops, {facts['parameters']:,} parameters, taps {', '.join(facts['taps'])}")
+    out(f"wrote {target} ({target.stat().st_size / 1024:.0f} KiB)")
 
 
 def evaluate(

@@ -12,7 +12,7 @@ import typer
 
 from layoutopt import interrupts
 from layoutopt.cli_device import open_runtime
-from layoutopt.cli_evaluate import evaluate
+from layoutopt.cli_evaluate import capture, evaluate
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_folder
 from layoutopt.show import Progress, emit, out, say, table
@@ -229,6 +229,7 @@ def device(
 
 
 app.command()(evaluate)
+app.command()(capture)
 
 
 def _quiet_grpc() -> None:

@@ -119,6 +119,25 @@ def test_accuracy_on_held_out_text(work: Path, capsys: pytest.CaptureFixture[str
     backbone.close()
 
 
+@pytest.mark.parametrize("storage", ["fp32", "int8"])
+def test_the_devices_graph_is_planned_and_simulated(
+    work: Path, capsys: pytest.CaptureFixture[str], storage: str
+) -> None:
+    assert (
+        main(["side", "capture", "bert-tiny", "--seq", "9", "--batch", "4", "--tap-format", "int8:16", "--json"]) == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["taps"] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
+    model = ["--device-model", "generic-cpu"]
+    assert main(["plan", found["file"], *model, "--storage", storage, "-o", "plan.json"]) == 0
+    assert main(["simulate", "plan.json", *model]) == 0
+    assert main(["compare", found["file"], *model, "--storage", storage, "--strategies", "ilp", "--no-measure"]) == 0
+    capsys.readouterr()
+    assert "no tap 'nothing'" in refused(capsys, *capture, "--taps", "nothing")
+    assert "no blocks" in refused(capsys, "side", "capture", "swin-odd")
+    assert "unknown number format" in refused(capsys, *capture, "--tap-format", "int3")
+
+
 def test_bad_input_is_refused_in_one_sentence(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if not devices():
         pytest.skip("no OpenCL device")

@@ -36,7 +36,7 @@ def facts_of(graph: TrainingGraph) -> dict[str, Any]:
     """
     facts = graph.meta.get("side")
     if not isinstance(facts, dict):
-        raise GraphError(f"graph {graph.name!r} is no backbone with taps: capture one with layoutopt.side.taps")
+        raise GraphError(f"graph {graph.name!r} is no backbone with taps: capture one with `layoutopt side capture`")
     return facts
 
 
