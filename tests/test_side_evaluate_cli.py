@@ -123,9 +123,8 @@ def test_accuracy_on_held_out_text(work: Path, capsys: pytest.CaptureFixture[str
 def test_the_devices_graph_is_planned_and_simulated(
     work: Path, capsys: pytest.CaptureFixture[str], storage: str
 ) -> None:
-    assert (
-        main(["side", "capture", "bert-tiny", "--seq", "9", "--batch", "4", "--tap-format", "int8:16", "--json"]) == 0
-    )
+    capture = ["side", "capture", "bert-tiny", "--seq", "9"]
+    assert main([*capture, "--batch", "4", "--tap-format", "int8:16", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["taps"] == ["bert.encoder.layer.0", "bert.encoder.layer.1"]
     model = ["--device-model", "generic-cpu"]
