@@ -81,7 +81,8 @@ def test_the_mean_is_over_real_tokens() -> None:
     task = task_of(tokens="all", pooling="mean", taps=("only",))
     batch = batch_of(task, 0)
     assert batch.mask is not None
-    net = _trained(task)
+    backbone_alone = {"mix": np.zeros(1, np.float32)}
+    net = network.SideNetwork(task, _trained(task).weights() | backbone_alone)
     x = dequantise(*batch.taps[0], 20, task.fmt).reshape(4, 5, 20)
     mean = np.stack([rows[mask == 1].mean(0) for rows, mask in zip(x, batch.mask, strict=True)])
     value = net.weights()
@@ -95,10 +96,11 @@ def test_the_network_is_the_one_that_is_written_down() -> None:
     net = _trained(task)
     v = {n: x.astype(np.float64) for n, x in net.weights().items()}
     taps = [dequantise(w, s, 20, task.fmt).astype(np.float64) for w, s in batch.taps]
-    h = taps[0]
-    for i in (1, 2):
-        mu = 1 / (1 + np.exp(-v[f"adapters.{i}.gate"]))
-        s = (1 - mu) * taps[i] + mu * h
+    s = h = taps[0]
+    for i in (0, 1, 2):
+        if i:
+            mu = 1 / (1 + np.exp(-v[f"adapters.{i}.gate"]))
+            s = (1 - mu) * taps[i] + mu * h
         down = torch.tensor(s @ v[f"adapters.{i}.down"])
         h = s + (down / 2 * (1 + torch.erf(down / 2**0.5))).numpy() @ v[f"adapters.{i}.up"]
     out = (1 - v["mix"]) * taps[2] + v["mix"] * h

@@ -121,10 +121,11 @@ class SideNetwork(torch.nn.Module):
         self, taps: Sequence[torch.Tensor], value: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The backbone's final result, and the last adapter's."""
-        state = taps[0]
-        for i in range(1, len(taps)):
-            gate = torch.sigmoid(value[f"adapters.{i}.gate"])
-            mixed = (1 - gate) * taps[i] + gate * state
+        state = mixed = taps[0]
+        for i, tap in enumerate(taps):
+            if i:
+                gate = torch.sigmoid(value[f"adapters.{i}.gate"])
+                mixed = (1 - gate) * tap + gate * state
             state = mixed + functional.gelu(mixed @ value[f"adapters.{i}.down"]) @ value[f"adapters.{i}.up"]
         return taps[-1], state
 

@@ -219,7 +219,8 @@ class Task:
     @property
     def parameters(self) -> int:
         """Numbers that are trained."""
-        adapters = (len(self.taps) - 1) * (2 * self.width * self.rank + 1)
+        taps = len(self.taps)
+        adapters = taps * 2 * self.width * self.rank + taps - 1  # a gate to each but the first
         pooler = self.width * (self.width + 1) if self.pooler else 0
         return adapters + pooler + self.classes * (self.width + 1) + 1
 

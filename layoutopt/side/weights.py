@@ -1,9 +1,9 @@
 """A side network's weights without torch: their names and shapes, how they start, and the file that holds them.
 
-With taps A_0 … A_L, a rank r, and h_0 = A_0::
+With taps A_0 … A_L and a rank r::
 
-    S_i = (1 - sigmoid(gate_i)) * A_i + sigmoid(gate_i) * h_(i-1)        i = 1 … L
-    h_i = S_i + gelu(S_i @ down_i) @ up_i                                gelu with erf
+    S_i = (1 - sigmoid(gate_i)) * A_i + sigmoid(gate_i) * h_(i-1)        i = 1 … L; S_0 = A_0
+    h_i = S_i + gelu(S_i @ down_i) @ up_i                                i = 0 … L; gelu with erf
     out = (1 - mix) * A_L + mix * h_L
     x   = out's pooled token; with a pooler: tanh(x @ pooler.weight.T + pooler.bias)
     result = x @ classifier.weight.T + classifier.bias
@@ -54,8 +54,9 @@ class SideWeights:
 def weight_shapes(task: Task) -> dict[str, tuple[int, ...]]:
     """Shapes of a task's weights by name, in the order in which they are applied."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for i in range(1, len(task.taps)):
-        shapes[f"adapters.{i}.gate"] = (1,)
+    for i in range(len(task.taps)):
+        if i:
+            shapes[f"adapters.{i}.gate"] = (1,)
         shapes[f"adapters.{i}.down"] = (task.width, task.rank)
         shapes[f"adapters.{i}.up"] = (task.rank, task.width)
     shapes["mix"] = (1,)
