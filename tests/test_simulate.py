@@ -41,9 +41,14 @@ LINE = 64
 @pytest.fixture(scope="module")
 def model() -> DeviceModel:
     """A phone's caches, small ones, so that small graphs miss."""
-    found = device_models.load("immortalis-g925")
-    small = tuple(replace(c, size_bytes=c.size_bytes // 16) for c in found.caches)
-    return replace(found, caches=small, limits=replace(found.limits, image_support=False))
+    return small("immortalis-g925")
+
+
+def small(device: str, by: int = 16) -> DeviceModel:
+    """A device with caches of a part of their size, and no images."""
+    found = device_models.load(device)
+    caches = tuple(replace(c, size_bytes=c.size_bytes // by) for c in found.caches)
+    return replace(found, caches=caches, limits=replace(found.limits, image_support=False))
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +64,11 @@ def plan(digits: TrainingGraph, model: DeviceModel) -> Plan:
 @pytest.fixture(scope="module")
 def full(digits: TrainingGraph, plan: Plan, model: DeviceModel) -> CacheReport:
     return simulate(digits, plan, model, max_accesses=float("inf"), repeats=0)
+
+
+def values(report: CacheReport) -> tuple[float, ...]:
+    """Misses of each level, bytes read and written."""
+    return (*report.total.misses, report.total.memory_read_bytes, report.total.memory_written_bytes)
 
 
 class TestReport:
@@ -203,6 +213,30 @@ class TestSampledStep:
         assert all(half > 0 for half in found.total.misses_95)
         for own, true in zip(found.total.misses, full.total.misses, strict=True):
             assert own == pytest.approx(true, rel=0.05)
+
+    def test_nine_in_ten_stated_intervals_hold_the_full_count(self, digits: TrainingGraph) -> None:
+        held: list[bool] = []
+        for name, make in (("immortalis-g925", None), ("immortalis-g925", r_tile), ("adreno-740", r_tile)):
+            device = small(name, 1)
+            made = naive_plan(digits, device.limits, make) if make else naive_plan(digits, device.limits)
+            full = values(simulate(digits, made, device, max_accesses=float("inf"), repeats=0))
+            for seed in range(3):
+                for most in (200_000, float("inf")):
+                    own = simulate(digits, made, device, max_accesses=most, seed=seed)
+                    halves = (*own.total.misses_95, own.total.memory_read_95, own.total.memory_written_95)
+                    held += [abs(v - t) <= half for v, t, half in zip(values(own), full, halves, strict=True)]
+        assert np.mean(held) >= 0.9
+
+    def test_written_bytes_are_those_of_all_that_was_stored(self, digits: TrainingGraph, model: DeviceModel) -> None:
+        """What steps write that are skipped was stored by others: no less of it for that."""
+        device = small("immortalis-g925", 4)  # the cache holds what several steps store
+        made = naive_plan(digits, device.limits)
+        full = simulate(digits, made, device, max_accesses=float("inf"), repeats=0).total.memory_written_bytes
+        found = [
+            simulate(digits, made, device, max_accesses=float("inf"), seed=seed).total.memory_written_bytes
+            for seed in range(3)
+        ]
+        assert found == pytest.approx([full] * 3, rel=0.02)
 
     def test_the_seed_is_all_that_a_sample_depends_on(self, digits, plan, model) -> None:
         one, two, other = (simulate(digits, plan, model, max_accesses=20_000, seed=s) for s in (1, 1, 2))
