@@ -4,8 +4,8 @@
 // every register tile adds up an outer product of MR values of X and NV vectors of the tile per step, as contraction_outer.cl.
 //
 // Unpacking: items LC across take vectors of V columns, LW down the words of a segment, SK steps that share a scale. Columns
-// beyond the last are anything in the tile, rows beyond the last read that one's numbers, and neither is stored. Between
-// barriers there are loops that end early, and no branches, which PoCL does not bear in a loop with barriers.
+// beyond the last are anything in the tile, rows beyond the last read that one's numbers, and neither is stored. Items of
+// a group that own nothing multiply as the others do: PoCL does not bear branches beside barriers in a loop.
 // With an epilogue FINISH and FINISH1 run it on sums and store its results; ROLLED: in a loop, for it is long.
 
 #ifndef EPILOGUE
@@ -71,7 +71,7 @@ inline void unpack(WORDS_ARG, SCALES_ARG, SPACE VT *tile LEVELS_ARG, const int b
 
 // By vload, because clang takes wide registers only in functions that it sees exchange wide vectors with others.
 inline void multiply(
-    X_ARG, SPACE const float *tile, VT (*sums)[NV], const int block, const int r0, const int lives, const int edge) {
+    X_ARG, SPACE const float *tile, VT (*sums)[NV], const int block, const int r0, const int edge) {
     VT acc[MR][NV], y[NV];
     int xo[MR];
 #pragma unroll
@@ -98,7 +98,7 @@ inline void multiply(
     } while (0)
 
     if (block < KN / KB) {
-        for (int k0 = 0; k0 < (lives ? KB : 0); k0 += KT) {
+        for (int k0 = 0; k0 < KB; k0 += KT) {
             const int xk = X_IDX(0, 0, block * KB + k0) - X_IDX(0, 0, 0);
 #if XV == 1
 #pragma unroll KU
@@ -118,7 +118,7 @@ inline void multiply(
 #endif
         }
     } else {
-        for (int k = 0; k < (lives ? KN % KB : 0); ++k) STEP(X_IDX(0, 0, block * KB + k) - X_IDX(0, 0, 0), k);
+        for (int k = 0; k < KN % KB; ++k) STEP(X_IDX(0, 0, block * KB + k) - X_IDX(0, 0, 0), k);
     }
 #pragma unroll
     for (int r = 0; r < MR; ++r)
@@ -191,14 +191,15 @@ __kernel void quantized_contraction(X_ARG, WORDS_ARG, SCALES_ARG, Z_ARG MORE_ARG
 #pragma unroll
 #endif
         for (int t = 0; t < RT; ++t) {
-            const int r0 = r00 + t * MR, lives = r0 < RN && c0 < CN;
-#if ITEMS > 1 || RN % MR == 0
-            multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, lives, RN % MR != 0);
+            const int r0 = r00 + t * MR;
+#if ITEMS > 1
+            multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, RN % (MR * GR) != 0);
 #else
+            if (r0 >= RN) break;
             if (r0 + MR <= RN)
-                multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, lives, 0);
+                multiply(X, (SPACE const float *)tile, sums[t], block, r0, 0);
             else
-                multiply(X, (SPACE const float *)(tile + ci * NV), sums[t], block, r0, lives, 1);
+                multiply(X, (SPACE const float *)tile, sums[t], block, r0, 1);
 #endif
         }
     }

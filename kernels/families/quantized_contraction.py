@@ -274,7 +274,7 @@ def _nest(tiling: Tiling, blocks: _Blocks, stored: tuple[int, int], along_k: boo
         4 * codes * v,
     )
     walk, phases = tiling.walk(), [unpacked]
-    rows, lives = tiling.rows(), tiling.lives
+    rows, lives = tiling.rows(), tiling.lives if fat else ()
     for start, times, steps, width in ((0, k // kb, kb, blocks.xv), (k // kb * kb, 1, k % kb, 1)):
         if times * steps == 0:
             continue
