@@ -10,6 +10,7 @@ that its peak memory is that of the step and not of torch or a solver.
 
 *footprint*: for each model and way a device's process takes a few steps; the plan's arena, the runtime's buffers, what
 the process needed at most, and above what it had before it loaded the model; processor seconds and seconds a step.
+*large*: the same of GPT-2.
 
 *accuracy*: fine-tuning until ``--target`` of the held-out samples are right, looked at every ``--look`` steps; looking
 is in no time. A side network is looked at afterwards: training is exact, so that the same steps again give the networks
@@ -257,13 +258,20 @@ def measured(smoke: bool) -> Iterator[tuple[str, Way, int, int]]:
         yield from ((model, way, batch, seq) for way in own)
 
 
-def footprints(bench: Bench, rows: Rows) -> None:
+def footprints(bench: Bench, rows: Rows, models: tuple[str, ...] = ("minilm",)) -> None:
     """A few steps of every way, on made-up data."""
     for model, way, batch, seq in measured(bench.args.smoke):
+        if model not in models:
+            continue
         key = {"part": "footprint", "model": model, **way.facts}
         if rows.find(**key) is None:
             found = bench.steps(model, way, batch, seq, bench.args.steps)
             say(rows.add({**key, "batch": batch, "seq": seq, **found}))
+
+
+def large_footprints(bench: Bench, rows: Rows) -> None:
+    """The same of GPT-2."""
+    footprints(bench, rows, ("gpt2",))
 
 
 def prepare(bench: Bench, _: Rows) -> None:
@@ -434,7 +442,7 @@ def main() -> int:
     """Measure what is not in the record yet, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", nargs="?", type=Path, help="label<TAB>text lines")
-    parser.add_argument("--parts", default="footprint,window,accuracy", help="prepare: plans and kernels alone")
+    parser.add_argument("--parts", default="footprint,accuracy,window,large", help="prepare: plans and kernels alone")
     parser.add_argument("--folder", type=Path, help="of graphs and plans, to be used again")
     parser.add_argument("--links", default="20Mbps,100Mbps")
     parser.add_argument("--device", help="index or part of its name")
@@ -484,7 +492,8 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
     settings |= {"data": bench.work.fingerprint, "batch": BATCH, "seq": SEQ, "latency_s": LATENCY_S}
     settings |= {"device": bench.runtime.info.label, "device_model": bench.model.name, "rank": RANK, "rates": RATES}
     rows = Rows(args.json, Record(args.json, "side_systems"), settings)
-    parts = {"prepare": prepare, "footprint": footprints, "window": windows, "accuracy": trainings}
+    parts = {"prepare": prepare, "footprint": footprints, "large": large_footprints}
+    parts |= {"window": windows, "accuracy": trainings}
     unknown = [part for part in args.parts if part not in parts]
     if unknown:
         raise LayoutOptError(f"unknown part {unknown[0]!r}: choose among {', '.join(parts)}")
