@@ -157,15 +157,16 @@ def test_products_of_odd_sizes(device_index: int, shape: tuple[int, int, int], f
     check_product(device_index, spec, layouts_of(spec, "row-major"), inputs, every=True)
 
 
-@pytest.mark.parametrize(("name", "fmt"), list(zip(list(MATRIX_LAYOUTS)[1:], ("int8", "nf4:64") * 4, strict=False)))
+@pytest.mark.parametrize(
+    ("name", "fmt"),
+    [("transposed", "int8"), ("r-tile 8x16 by columns", "nf4:64"), ("row panels", "nf4:64"), ("head", "int8")],
+)
 def test_any_layout_of_the_activations(device_index: int, name: str, fmt: str) -> None:
     spec, inputs = product((20, 144, 50), fmt)
     check_product(device_index, spec, layouts_of(spec, name), inputs)
 
 
-@pytest.mark.parametrize(
-    ("program", "name"), [("bias", "r-tile 4x4"), ("gelu", "row-major"), ("gelu", "transposed"), ("residual", "pitch")]
-)
+@pytest.mark.parametrize(("program", "name"), [("bias", "r-tile 4x4"), ("gelu", "row-major"), ("residual", "pitch")])
 def test_epilogues(device_index: int, program: str, name: str) -> None:
     spec, inputs = product((37, 72, 41), "nf4:64" if program == "bias" else "int8", program)
     check_product(device_index, spec, layouts_of(spec, name), inputs)
