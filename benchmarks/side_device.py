@@ -162,6 +162,7 @@ def local_training(spec: dict[str, Any]) -> dict[str, Any]:
 
     executor, memory = opened(spec)
     training, held_out = read_data(spec)
+    warm_up(executor, spec, next(all_batches(training, spec)))
     clock, looks = Clock(), []
     for batch in all_batches(training, spec):
         with clock:
@@ -173,6 +174,16 @@ def local_training(spec: dict[str, Any]) -> dict[str, Any]:
             if looks[-1][2] >= spec["target"]:
                 break
     return {**clock.facts(), **memory.facts(), **planned(executor), "looks": looks, "sent_bytes": 0}
+
+
+def warm_up(executor: Any, spec: dict[str, Any], batch: dict[str, np.ndarray]) -> None:
+    """Take a step, so that OpenCL has nothing left to build, and set everything back."""
+    from layoutopt.optimizers import step_values
+
+    executor.step({**batch, **step_values(executor.graph, 1, spec["lr"], spec["seed"])})
+    executor.finish()
+    for name, value in start_values(executor.graph, spec["model"], spec["seed"]).items():
+        executor.write(name, value)
 
 
 def read_data(spec: dict[str, Any]) -> tuple[Any, Any]:
