@@ -20,8 +20,8 @@ def capture(
     batch: Annotated[int, typer.Option("--batch", min=1)] = 16,
     seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens a sample (text models).")] = 64,
     tokens: Annotated[str, typer.Option("--tokens", help="pivot: the token that the loss uses; or all.")] = "pivot",
-    tap_format: Annotated[str, typer.Option("--tap-format", help="int8:64, int4:64, fp4:32, float32, …")] = "int8:64",
-    taps: Annotated[str, typer.Option("--taps", help="Comma-separated modules; after every block by default.")] = "",
+    tap_format: Annotated[str, typer.Option("--tap-format", help="int4:64, int8:64, fp4:32, float32, …")] = "int4:64",
+    taps: Annotated[str, typer.Option("--taps", help="Comma-separated modules, or late; all by default.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:
     """Capture the graph that a device runs in side-tuning: for `layoutopt plan`, `compare` and `simulate`."""

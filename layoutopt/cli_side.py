@@ -137,8 +137,10 @@ def device(
         typer.Option("--label-epsilon", help="Train on labels flipped at random: differentially private at this."),
     ] = None,
     tokens: Annotated[str, typer.Option("--tokens", help="pivot: the token that the loss uses; or all.")] = "pivot",
-    tap_format: Annotated[str, typer.Option("--tap-format", help="int8:64, int4:64, fp4:32, …")] = "int8:64",
-    taps: Annotated[str, typer.Option("--taps", help="Comma-separated modules; after every block by default.")] = "",
+    tap_format: Annotated[str, typer.Option("--tap-format", help="int4:64, int8:64, fp4:32, …")] = "int4:64",
+    taps: Annotated[
+        str, typer.Option("--taps", help="Comma-separated modules; or late: half of the blocks. All by default.")
+    ] = "",
     epochs: Annotated[int, typer.Option("--epochs", min=1)] = 3,
     batch: Annotated[int, typer.Option("--batch", min=1)] = 16,
     seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens a sample.")] = 64,

@@ -21,6 +21,7 @@ from layoutopt.models import uncalibrated  # noqa: E402
 from layoutopt.quantize import Format, dequantise, quantise  # noqa: E402
 from layoutopt.side.backbone import Backbone, Wanted, capture_wanted, sending  # noqa: E402
 from layoutopt.side.graphs import facts_of, tap_tensor  # noqa: E402
+from layoutopt.side.taps import chosen as pick_taps  # noqa: E402
 from tests.tap_cases import (  # noqa: E402
     BATCH,
     MODELS,
@@ -93,6 +94,9 @@ def test_full_models_are_captured_with_a_tap_per_block(model: str) -> None:
 def test_taps_may_be_chosen() -> None:
     chosen = capture_wanted(wanted("bert-tiny", taps=("bert.encoder.layer.1",)))
     assert chosen.outputs == ("tap:bert.encoder.layer.1",)
+    assert capture_wanted(wanted("bert-tiny", taps=("late",))).outputs == chosen.outputs
+    assert pick_taps(tuple("abcde"), ("late",), "five") == ("c", "d", "e")
+    assert pick_taps(tuple("abcde"), (), "five") == tuple("abcde")
 
 
 @pytest.mark.parametrize(

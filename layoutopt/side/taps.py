@@ -17,11 +17,14 @@ from layoutopt.graph import TrainingGraph
 from layoutopt.side.graphs import tap_tensor
 from layoutopt.zoo_models import ZOO
 
-__all__ = ["TOKENS", "Tappable", "capture_taps", "chosen", "tappable"]
+__all__ = ["LATE", "TOKENS", "Tappable", "capture_taps", "chosen", "tappable"]
 
 TOKENS = ("pivot", "all", "first", "last")
 """Which tokens of a tap are kept: only the one that the model's own loss uses, every one, the first, or the last that
 is not padding."""
+
+LATE = "late"
+"""Instead of names: the later half of the blocks, whose activations tell a server fewer of the words."""
 
 
 class Tappable(NamedTuple):
@@ -87,7 +90,7 @@ def capture_taps(
         model: of the zoo.
         batch: samples.
         seq: tokens a sample; 0 for the model's usual number. Images have none to be set.
-        taps: names of modules, in order, the last being the final result; all blocks by default.
+        taps: names of modules, in order, the last being the final result, or ``late``; all blocks by default.
         tokens: one of :data:`TOKENS`.
 
     Returns:
@@ -128,13 +131,15 @@ def _is_text(model: str) -> bool:
 
 
 def chosen(known: Sequence[str], taps: Sequence[str], model: str) -> tuple[str, ...]:
-    """The taps that are meant by ``taps`` (none: all).
+    """The taps that are meant by ``taps``: none means all, ``late`` alone the later half.
 
     Raises:
         GraphError: one is unknown or named twice, they are out of order, or the final result is missing.
     """
     if not taps:
         return tuple(known)
+    if tuple(taps) == (LATE,):
+        return tuple(known[len(known) // 2 :])
     for name in taps:
         if name not in known:
             raise GraphError(f"{model} has no tap {name!r}: its taps are {', '.join(known)}")
