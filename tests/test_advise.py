@@ -35,7 +35,8 @@ def advice(memory_bytes: int | None = None) -> Advice:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Side-tuning in two ways only."""
+    """Side-tuning in two ways only, but in the advice that tests share."""
+    advice()
     monkeypatch.setattr(module, "WEIGHTS", ("nf4",))
     monkeypatch.setattr(module, "TAPS", ("int4:64",))
 
@@ -106,6 +107,7 @@ def test_what_is_sent_is_what_the_server_expects(taps: str, tokens: str):
     assert way.sample_bytes == task.sample_bytes + 8
 
 
+@pytest.mark.usefixtures("few")
 def test_what_is_too_large_is_planned_within_memory_too():
     whole = named("full", advice())
     found = advice(whole.arena_bytes - 1)
