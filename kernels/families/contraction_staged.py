@@ -22,11 +22,12 @@ from layoutopt.layout import Layout
 
 __all__ = [
     "BLOCKS",
-    "Ending",
     "build_staged",
+    "ending_of",
     "item_lanes",
     "panel_accesses",
     "panel_loader",
+    "panels_of",
     "shifted",
     "split_ranges",
     "staged_nest",
@@ -84,15 +85,14 @@ def split_ranges(items: int, panels: int, units: int) -> int:
 
 def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ...]) -> Kernel | None:
     """The kernel: any buffer layouts are accepted; None where a range of k would be empty, or images cannot be read."""
-    first, epilogue = spec.inputs, epilogue_of(spec)
+    first = spec.inputs
     mirrored = not layouts[first].vectorizes(2, 4) and layouts[first].vectorizes(1, 4)
     views = tuple(layout.permute((0, 2, 1)) for layout in layouts) if mirrored else layouts
     x, y = (1, 0) if mirrored else (0, 1)
     p = dict(variant.params)
     batch, rows, cols = views[first].shape
     k, q = views[x].shape[2], p["q"]
-    panels = -(-k // p["bk"])
-    steps = -(-panels // q)
+    panels, steps = panels_of(p, k)
     if (q - 1) * steps >= panels:
         return None
     x_load, y_load = panel_loader(views[x], 1, 2), panel_loader(views[y], 2, 1)
@@ -100,14 +100,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     images = tuple(at_ for at_, (width, axis) in loads if width == 4 and in_texels(views[at_], axis, p))
     if "image" in p and not images:
         return None
-    zw = 4 if epilogue or (views[first].vectorizes(2, 4) and cols % 4 == 0) else 1
-    finish = epilogue.finish(views, 4) if epilogue else plain_finish(first, zw)
-    ending = Ending(
-        finish,
-        epilogue.roles() if epilogue else (),
-        tuple(epilogue.defines(4, rolled=False).items()) if epilogue else (),
-        epilogue.code(views, 4) if epilogue else "",
-    )
+    ending, alpha = ending_of(spec, views), float(spec.attr("alpha", 1.0))
     target = len(layouts) if q > 1 else first
     partial = Layout.row_major((q, batch, rows, -(-cols // 4) * 4))
     items = p["slices"] * (p["bm"] // p["tm"]) * (p["bn"] // p["tn"])
@@ -118,7 +111,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
         steps,
         (x, *x_load),
         (y, *y_load),
-        plain_finish(target, 4) if q > 1 else finish,
+        plain_finish(target, 4) if q > 1 else ending.finish,
     )
     defines: dict[str, str | int | float] = {
         **{key.upper(): p[key] for key in ("bm", "bn", "bk", "tm", "tn")},
@@ -135,8 +128,8 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
         "YW": y_load[0],
         "Y_ALONG_K": int(y_load[1] == 1),
         "YL": p["bn"] * p["bk"] // (y_load[0] * items),
-        "ZW": zw,
-        "ALPHA": float(spec.attr("alpha", 1.0)),
+        "ZW": ending.width,
+        "ALPHA": alpha,
     }
     main = Launch(
         "contraction_staged.cl",
@@ -152,7 +145,7 @@ def build_staged(variant: KernelVariant, spec: OpSpec, layouts: tuple[Layout, ..
     seen = views if mirrored else ()
     if q == 1:
         return Kernel(spec, variant, layouts, (main,), views=seen)
-    total = sum_launch(q, (batch, rows, cols), (target, first), (("ZW", zw), ("ALPHA", defines["ALPHA"])), ending)
+    total = sum_launch(q, (batch, rows, cols), (target, first), alpha, ending)
     return Kernel(spec, variant, layouts, (main, total), (Scratch("float32", partial),), views=seen)
 
 
@@ -259,6 +252,29 @@ class Ending:
     roles: tuple[tuple[str, int], ...]
     defines: tuple[tuple[str, str | int | float], ...]
     code: str
+    width: int
+
+
+def ending_of(spec: OpSpec, views: tuple[Layout, ...]) -> Ending:
+    """An op's ending: its epilogue, or a store in the widest vectors that its result's layout has.
+
+    Args:
+        spec: of a contraction, whatever its weights are.
+        views: of its operands, those of the result over (b, r, c).
+    """
+    first, epilogue = spec.inputs, epilogue_of(spec)
+    if epilogue is not None:
+        defines = tuple(epilogue.defines(4, rolled=False).items())
+        return Ending(epilogue.finish(views, 4), epilogue.roles(), defines, epilogue.code(views, 4), 4)
+    result = views[first]
+    width = 4 if result.vectorizes(2, 4) and result.shape[2] % 4 == 0 else 1
+    return Ending(plain_finish(first, width), (), (), "", width)
+
+
+def panels_of(params: Mapping[str, int], k: int) -> tuple[int, int]:
+    """Panels along k, and how many of them each of the ranges has."""
+    panels = -(-k // params["bk"])
+    return panels, -(-panels // params["q"])
 
 
 @lru_cache(maxsize=1024)
@@ -266,7 +282,7 @@ def sum_launch(
     q: int,
     shape: tuple[int, int, int],
     positions: tuple[int, int],
-    constants: tuple[tuple[str, str | int | float], ...],
+    alpha: float,
     ending: Ending,
 ) -> Launch:
     """The launch that adds up ``q`` ranges of k; ``positions`` of the parts and of the first output."""
@@ -296,6 +312,6 @@ def sum_launch(
         Nest(grid, (Phase((), (*loads, *ends), 4 * (q + ending.finish.flops)),)),
         (groups[1] * across, groups[0] * down, batch),
         (across, down, 1),
-        (("RN", rows), ("CN", cols), ("SPLIT", q), *constants, *ending.defines),
+        (("RN", rows), ("CN", cols), ("SPLIT", q), ("ZW", ending.width), ("ALPHA", alpha), *ending.defines),
         ending.code,
     )

@@ -13,12 +13,13 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kernels.families.codes import levels_c, unpack_c
-from kernels.families.contraction_epilogue import epilogue_of, plain_finish
+from kernels.families.contraction_epilogue import plain_finish
 from kernels.families.contraction_staged import (
-    Ending,
+    ending_of,
     item_lanes,
     panel_accesses,
     panel_loader,
+    panels_of,
     shifted,
     staged_nest,
     staged_variants,
@@ -41,7 +42,7 @@ def quantized_staged_variants(family: str, spec: OpSpec, limits: DeviceLimits) -
         p = dict(variant.params)
         lanes = item_lanes(p)
         whole = p["bn"] * p["bk"] % (fmt.codes_per_word * lanes[0] * lanes[1]) == 0
-        _, steps = _panels(p, k)
+        _, steps = panels_of(p, k)
         scaled = fmt.group is None or (fmt.group % p["bk"] == 0 and (p["q"] == 1 or steps * p["bk"] % fmt.group == 0))
         if whole and scaled:
             yield replace(variant, family=family)
@@ -59,34 +60,22 @@ def build_quantized_staged(
         views: the same, activations as a batch of one.
     """
     p = dict(variant.params)
-    panels, steps = _panels(p, spec.shapes[0][1])
+    panels, steps = panels_of(p, spec.shapes[0][1])
     if (p["q"] - 1) * steps >= panels:
         return None
     launches, scratch = _launches(variant, spec, views)
     return Kernel(spec, variant, layouts, launches, tuple(Scratch("float32", x) for x in scratch), views=views)
 
 
-def _panels(p: dict[str, int], k: int) -> tuple[int, int]:
-    """Panels along k, and how many of them a range has."""
-    panels = -(-k // p["bk"])
-    return panels, -(-panels // p["q"])
-
-
 @lru_cache(maxsize=1 << 12)
 def _launches(
     variant: KernelVariant, spec: OpSpec, views: tuple[Layout, ...]
 ) -> tuple[tuple[Launch, ...], tuple[Layout, ...]]:
-    p, first, epilogue = dict(variant.params), spec.inputs, epilogue_of(spec)
+    p, first = dict(variant.params), spec.inputs
     fmt, (_, rows, cols), k, q = Format.parse(spec.attr("format")), views[first].shape, spec.shapes[0][1], p["q"]
-    _, steps = _panels(p, k)
+    _, steps = panels_of(p, k)
     x_load = panel_loader(views[0], 1, 2)
-    zw = 4 if epilogue or (views[first].vectorizes(2, 4) and cols % 4 == 0) else 1
-    ending = Ending(
-        epilogue.finish(views, 4) if epilogue else plain_finish(first, zw),
-        epilogue.roles() if epilogue else (),
-        tuple(epilogue.defines(4, rolled=False).items()) if epilogue else (),
-        epilogue.code(views, 4) if epilogue else "",
-    )
+    ending, alpha = ending_of(spec, views), float(spec.attr("alpha", 1.0))
     target = len(views) if q > 1 else first
     lanes = item_lanes(p)
     items, groups = lanes[0] * lanes[1], (-(-rows // p["bm"]), -(-cols // p["bn"]))
@@ -110,8 +99,8 @@ def _launches(
         "YW": fmt.codes_per_word,
         "Y_ALONG_K": 1,
         "YL": p["bn"] * p["bk"] // (fmt.codes_per_word * items),
-        "ZW": zw,
-        "ALPHA": float(spec.attr("alpha", 1.0)),
+        "ZW": ending.width,
+        "ALPHA": alpha,
     }
     main = Launch(
         "contraction_staged.cl",
@@ -125,7 +114,7 @@ def _launches(
     )
     if q == 1:
         return (main,), ()
-    total = sum_launch(q, (1, rows, cols), (target, first), (("ZW", zw), ("ALPHA", defines["ALPHA"])), ending)
+    total = sum_launch(q, (1, rows, cols), (target, first), alpha, ending)
     return (main, total), (Layout.row_major((q, 1, rows, -(-cols // 4) * 4)),)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from layoutopt.quantize import LEVELS, Format
 from layoutopt.side.task import IGNORED, Batch, Task
 
-__all__ = ["Inputs", "SideNetwork", "dequantise", "inputs_of", "loss_of"]
+__all__ = ["Inputs", "SideNetwork", "dequantise", "head_of", "inputs_of", "loss_of", "pooled"]
 
 Inputs = tuple[list[torch.Tensor], torch.Tensor | None]
 """Taps float32[rows, width], and bool[samples, seq] where the head sees the mean of a sample's tokens."""
@@ -111,11 +111,8 @@ class SideNetwork(torch.nn.Module):
             float32[samples, classes]: logits, or corrections of probabilities (mode "private").
         """
         value = self.named()
-        pooled = [_pooled(tap, mask) for tap in self._states(taps, value)]
-        x = (1 - value["mix"]) * pooled[0] + value["mix"] * pooled[1]
-        if self.task.pooler:
-            x = torch.tanh(functional.linear(x, value["pooler.weight"], value["pooler.bias"]))
-        return functional.linear(x, value["classifier.weight"], value["classifier.bias"])
+        final, state = (pooled(rows, mask) for rows in self._states(taps, value))
+        return head_of((1 - value["mix"]) * final + value["mix"] * state, value)
 
     def _states(
         self, taps: Sequence[torch.Tensor], value: Mapping[str, torch.Tensor]
@@ -130,8 +127,23 @@ class SideNetwork(torch.nn.Module):
         return taps[-1], state
 
 
-def _pooled(rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """A row per sample; rows are that already where there is no mask."""
+def head_of(x: torch.Tensor, value: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The classifier on pooled rows, behind the pooler where there is one.
+
+    Args:
+        x: float32[samples, width].
+        value: "classifier.weight", "classifier.bias", and those of the pooler if any; others are not looked at.
+
+    Returns:
+        float32[samples, classes].
+    """
+    if "pooler.weight" in value:
+        x = torch.tanh(functional.linear(x, value["pooler.weight"], value["pooler.bias"]))
+    return functional.linear(x, value["classifier.weight"], value["classifier.bias"])
+
+
+def pooled(rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """A row per sample: the mean of its real tokens; rows are that already where there is no mask."""
     if mask is None:
         return rows
     real = mask.to(torch.float32)

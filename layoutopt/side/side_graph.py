@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from layoutopt.capture import capture_forward
 from layoutopt.graph import TrainingGraph, rename_operand
 from layoutopt.side.device_head import DeviceHead
-from layoutopt.side.network import SideNetwork
+from layoutopt.side.network import SideNetwork, head_of, pooled
 from layoutopt.side.task import Task
 
 __all__ = ["LOGITS", "MASK", "capture_side", "tap_input"]
@@ -84,14 +83,8 @@ class _Evaluated(nn.Module):
         return result + self._probabilities(taps[-1], mask) if self._parts else result
 
     def _probabilities(self, final: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        part: dict[str, Any] = dict(zip(self._parts, self.head, strict=True))
-        x = final
-        if mask is not None:
-            real = mask.to(torch.float32)
-            x = (final.reshape(*mask.shape, -1) * real[:, :, None]).sum(1) / real.sum(1, keepdim=True)
-        if "pooler.weight" in part:
-            x = torch.tanh(nn.functional.linear(x, part["pooler.weight"], part["pooler.bias"]))
-        return nn.functional.linear(x, part["classifier.weight"], part["classifier.bias"]).softmax(-1)
+        part = dict(zip(self._parts, self.head, strict=True))
+        return head_of(pooled(final, mask), part).softmax(-1)
 
 
 def _with_names(graph: TrainingGraph, names: Mapping[str, str]) -> TrainingGraph:
