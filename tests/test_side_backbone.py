@@ -160,8 +160,9 @@ def test_taps_are_stored_as_numpy_would(text: str, device_index: int) -> None:
         np.testing.assert_allclose(tap[1], scales, rtol=1e-5)
         # Where a number lies between two codes, a last bit decides.
         step = np.repeat(scales, fmt.group or x.shape[1], axis=1)[:, : x.shape[1]] * (2 if fmt.kind == "fp4" else 1)
-        assert (np.abs(stored.numbers(tap) - dequantise(words, scales, x.shape[1], fmt)) <= step * 1.001).all()
-        assert (stored.numbers(tap) == dequantise(words, scales, x.shape[1], fmt)).mean() > 0.9
+        off = np.abs(stored.numbers(tap) - dequantise(words, scales, x.shape[1], fmt))
+        assert (off <= step * 1.001).all()
+        assert (off <= step * 1e-2).mean() > 0.9  # the same code; a GPU's quotients may be a last bit off
     floats.close()
     stored.close()
 
