@@ -13,8 +13,9 @@ the process needed at most, and above what it had before it loaded the model; pr
 *large*: the same of GPT-2.
 
 *accuracy*: fine-tuning until ``--target`` of the held-out samples are right, looked at every ``--look`` steps; looking
-is in no time; the summary says when each of ``LEVELS`` was first seen. A side network is looked at afterwards: training is exact, so that the same steps again give the networks
-that there were at each step. Bytes are those that went through the proxy.
+is in no time; the summary says when each of ``LEVELS`` was first seen. A side network is looked at afterwards: training
+is exact, so that the same steps again give the networks that there were at each step. Bytes are those that went through
+the proxy.
 
 *window*: side-tuning with 1 and with ``WINDOW`` batches on their way: how much of the time the device computes.
 
