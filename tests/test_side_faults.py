@@ -145,9 +145,12 @@ def test_the_device_is_killed(tmp_path: Path, expected: bytes) -> None:
     same_weights(result.read_bytes(), expected)
 
 
-def test_the_server_is_killed(tmp_path: Path, expected: bytes) -> None:
-    """With its worker processes at work; another begins where the disk ends."""
-    process = ServerProcess(tmp_path / "state")
+@pytest.mark.parametrize(("options", "kills"), [((), 2), (("--engine", "ray", "--workers", "1"), 1)], ids=["", "ray"])
+def test_the_server_is_killed(tmp_path: Path, expected: bytes, options: tuple[str, ...], kills: int) -> None:
+    """With its workers at work, processes or Ray's actors; another begins where the disk ends."""
+    if "ray" in options:
+        pytest.importorskip("ray", reason="needs the extra 'ray'")
+    process = ServerProcess(tmp_path / "state", *options)
     servers = [process]
     killed = threading.Lock()
     with Link(process.port) as link:
@@ -156,15 +159,16 @@ def test_the_server_is_killed(tmp_path: Path, expected: bytes) -> None:
             with killed:
                 servers[-1].kill()
                 link.refuse()
-                servers.append(ServerProcess(tmp_path / "state"))
+                servers.append(ServerProcess(tmp_path / "state", *options))
                 link.target = servers[-1].port
                 link.refuse(False)
 
         backbone = FakeBackbone(TASK, samples=80, wait_s=0.005)
-        steps = random.Random(3).sample(range(1, TASK.steps - 5), 2)
-        report = device(link.address, TASK, backbone, settings=QUICK, progress=at_steps(steps, replace_server))
+        steps = random.Random(3).sample(range(1, TASK.steps - 5), kills)
+        patient = replace(QUICK, give_up_s=120.0)  # a cluster takes a while to begin
+        report = device(link.address, TASK, backbone, settings=patient, progress=at_steps(steps, replace_server))
         with killed:
-            assert len(servers) == 3
+            assert len(servers) == 1 + kills
             servers[-1].process.terminate()
             assert servers[-1].close() == 0, servers[-1].errors
     same_weights(report.weights, expected)
