@@ -323,7 +323,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Choose all layouts of a graph at once and write the plan, validated."""
-    from layoutopt import plan as plans
+    import layoutopt.plan as plans
     from layoutopt.facade import check_request, solve_plan
     from layoutopt.models import find_graph
 

@@ -113,7 +113,7 @@ def _plans(
     quiet: bool,
 ) -> tuple[TrainingGraph, DeviceModel, dict[str, Plan]]:
     """The graph, the device model, and plans by strategy or file."""
-    from layoutopt import plan as plans
+    import layoutopt.plan as plans
     from layoutopt.facade import check_request, solve_all
     from layoutopt.models import check_serves, find_graph, graph_of_plan
 

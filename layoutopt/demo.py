@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import layoutopt.plan as plans
 from layoutopt import digits
-from layoutopt import plan as plans
 from layoutopt.compare import Row, compare
 from layoutopt.errors import LayoutOptError
 from layoutopt.facade import solve_all

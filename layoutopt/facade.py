@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from costmodel.device import DeviceModel
     from costmodel.model import CostModel
 
-__all__ = ["COSTS", "capture_model", "check_request", "costs_of", "memory_bytes", "solve_all", "solve_plan"]
+__all__ = ["COSTS", "capture_model", "check_request", "costs_of", "memory_bytes", "passed", "solve_all", "solve_plan"]
 
 COSTS = ("model", "simulated")
 """Where prices of kernels come from: measurements, fits and rooflines; or a roofline over simulated cache traffic."""
@@ -60,8 +60,6 @@ def capture_model(
     Raises:
         LayoutOptError: torch is not installed, a name, mode or optimizer is unknown, or the samples cannot be cut so.
     """
-    from layoutopt.workload import facts
-
     if name.endswith(".onnx"):
         from layoutopt.onnx_read import read_onnx
 
@@ -78,6 +76,17 @@ def capture_model(
         captured = zoo.capture_named(
             name, batch=batch, seq=seq, optimizer=optimizer, num_labels=labels, mode=mode, dropout=dropout
         )
+    return passed(captured, micro_batches)
+
+
+def passed(captured: TrainingGraph, micro_batches: int = 1) -> tuple[TrainingGraph, PassReport]:
+    """A graph as captured after the passes, its samples in so many micro-batches, with facts about its step.
+
+    Raises:
+        GraphError: the samples cannot be cut so.
+    """
+    from layoutopt.workload import facts
+
     graph, report = run_passes(captured)
     graph = in_micro_batches(graph, micro_batches)
     meta = {**graph.meta, "facts": facts(graph)}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from layoutopt import plan as plans
+import layoutopt.plan as plans
 from layoutopt import planner, textclass, textdata
 from layoutopt.arraydata import read_arrays
 from layoutopt.errors import GraphError, LayoutOptError

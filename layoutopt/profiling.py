@@ -307,9 +307,9 @@ def prepared(
     Raises:
         LayoutOptError: no such plan, graph or model, one that does not serve the device, or no device.
     """
+    import layoutopt.plan as plans
     from kernels.execute import Executor
     from layoutopt import models
-    from layoutopt import plan as plans
     from layoutopt.facade import check_request, solve_plan
 
     if target.endswith(".json"):
