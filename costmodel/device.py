@@ -259,6 +259,11 @@ class DeviceModel:
         _drop_unset(content["held_out"] or {}, ("covered_90", "half_width_90"))
         return hashlib.sha256(msgspec.json.encode(content, order="sorted")).hexdigest()
 
+    def _repr_html_(self) -> str:
+        from costmodel.display import device_html
+
+        return device_html(self)
+
 
 def _drop_unset(table: dict[str, Any], keys: tuple[str, ...]) -> None:
     for key in keys:

@@ -345,6 +345,11 @@ class TrainingGraph:
     def __repr__(self) -> str:
         return f"TrainingGraph({self.name!r}, {len(self.ops)} ops, {len(self.tensors)} tensors)"
 
+    def _repr_html_(self) -> str:
+        from layoutopt.display import graph_html
+
+        return graph_html(self)
+
 
 def rename_operand(operand: Operand, names: Mapping[str, str]) -> Operand:
     """The operand with its tensor renamed where ``names`` says so."""

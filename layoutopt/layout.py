@@ -451,6 +451,12 @@ class Layout:
         """A short name for people: row-major(6,8), tile 4x4, or the modes."""
         return _describe(self)
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        # No HTML: notebooks would prefer it, and GitHub takes pictures out of it.
+        from layoutopt.display_layout import layout_svg
+
+        return {"image/svg+xml": layout_svg(self)}
+
 
 def _digit(name: str, inner: int, extent: int | None, scale: int) -> str:
     """``name / inner % extent * scale`` in C, shifts and masks where the numbers are powers of two."""

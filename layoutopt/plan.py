@@ -150,6 +150,11 @@ class Plan(msgspec.Struct, frozen=True):
     solver: SolverReport
     rewrites: tuple[str, ...] = ()
 
+    def _repr_html_(self) -> str:
+        from layoutopt.display import plan_html
+
+        return plan_html(self)
+
 
 def step_names(
     steps: Sequence[tuple[str, int]], ops: Sequence[PlannedOp], relayouts: Sequence[PlannedRelayout]

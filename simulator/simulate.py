@@ -97,6 +97,11 @@ class CacheReport:
     modelled: bool
     strategy: str
 
+    def _repr_html_(self) -> str:
+        from simulator.display import report_html
+
+        return report_html(self)
+
 
 def simulate(
     graph: TrainingGraph,
