@@ -105,7 +105,7 @@ def _model(
     if given is None and runtime is None and device is None:
         for name in devices.list_builtin():
             model = devices.load(name)
-            if model.hash == plan.device_hash:
+            if model.name == plan.device_name and model.hash == plan.device_hash:
                 say(f"layoutopt: device model {name}, with which the plan was made")
                 return model
     model = model_for(given, device, graph, quiet, runtime, storage_of_plan(plan))

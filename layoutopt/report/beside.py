@@ -42,7 +42,7 @@ def strategies_section(rows: Sequence[Row], own: str, device: str) -> Section:
         series["measured"] = [(row.measured_s or 0.0) * 1e3 for row in rows]
         spread = [(row.spread_s or 0.0) * 1e3 for row in rows]
     title = "A step by strategy"
-    seen = f"Bars of {' and '.join(series)} milliseconds for {len(rows)} strategies."
+    seen = f"Bars of {' and '.join(series)} milliseconds, a strategy each."
     drawing = charts.bars("strategies", title, seen, names, series, "ms a step", spread, stacked=len(series) == 1)
     table = _table(rows, names)
     return Section(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["area", "bars", "check_charts", "scatter", "tiles"]
 
 _WIDTH = 5.0
-_LETTERS = 44
+_LETTERS = 48
 """Of a name above a bar."""
 
 
@@ -51,9 +51,11 @@ def _style() -> Iterator[None]:
         "text.parse_math": False,  # names are no formulas
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "font.size": 9.5,
+        "font.size": 11,
         "legend.frameon": False,
-        "legend.fontsize": 9,
+        "legend.fontsize": 10.5,
+        "legend.handlelength": 1.2,
+        "legend.columnspacing": 1.2,
         "grid.color": RULE,
     }
     with rc_context(ink | plain):
@@ -93,7 +95,7 @@ def bars(
     several = max(len(series), 1)
     thick = 0.5 if stacked else 0.62 / several
     with _style():
-        figure = _figure(0.85 + (0.33 if stacked else 0.2 + 0.17 * several) * max(len(names), 1))
+        figure = _figure(0.85 + (0.37 if stacked else 0.24 + 0.17 * several) * max(len(names), 1))
         axes = figure.subplots()
         places = [float(i) for i in range(len(names))]
         left = [0.0] * len(names)
@@ -107,11 +109,11 @@ def bars(
         most = max([*left, *(v for values in series.values() for v in values)], default=0.0) or 1.0
         for place, name in zip(places, names, strict=True):
             above = place - thick / 2 - 0.05
-            axes.text(0, above, _short(cleaned(name)), va="bottom", ha="left", fontsize=9)
+            axes.text(0, above, _short(cleaned(name)), va="bottom", ha="left", fontsize=10.5)
         if stacked:
             for place, end in zip(places, left, strict=True):
-                axes.text(end + most * 0.01, place, f"{end:,.4g}", va="center", ha="left", fontsize=8.5)
-        axes.set_xlim(0, most * 1.14)
+                axes.text(end + most * 0.01, place, f"{end:,.4g}", va="center", ha="left", fontsize=10)
+        axes.set_xlim(0, most * 1.18)
         axes.set_ylim(len(names) - 0.55 + (0.0 if stacked else 0.2), -0.75)
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
@@ -165,7 +167,7 @@ def area(key: str, title: str, description: str, series: Mapping[str, Sequence[f
         axes.set_ylabel(unit)
         axes.grid(linewidth=0.6)
         axes.set_axisbelow(True)
-        figure.legend(loc="outside upper left", ncols=4)
+        figure.legend(loc="outside upper left", ncols=3)
         return embedded(figure, key, title, description)
 
 
@@ -232,7 +234,7 @@ def tiles(key: str, title: str, description: str, layout: Layout, wave: int, lin
         lines = lines_of(layout, line_bytes, item_bytes)
         for axes, axis, what in zip(figure.axes, (1, 0), ("along a row", "along a column"), strict=True):
             count = lines_touched(lines, axis, wave)
-            axes.set_title(f"{what}: {count} {'line' if count == 1 else 'lines'}", fontsize=9.5)
+            axes.set_title(f"{what}: {count} {'line' if count == 1 else 'lines'}", fontsize=10.5)
             axes.set_xlabel("")
             axes.set_ylabel("")
             axes.set_xticks([])

@@ -31,8 +31,8 @@ _PLURALS = {
     "activation": "activations",
     "gradient": "gradients",
     "output": "outputs",
-    "copy in another layout": "copies in other layouts",
-    "workspace": "workspaces of kernels",
+    "copy in another layout": "copies",
+    "workspace": "workspaces",
 }
 
 

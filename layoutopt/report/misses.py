@@ -52,6 +52,7 @@ def no_misses_section(reason: str) -> Section:
 def _chart(report: CacheReport, counts: Mapping[str, Counts], what: str, title: str, top: int) -> Chart:
     shown = ranked((name for name in counts if counts[name].misses[-1]), lambda n: counts[n].misses[-1], _BARS)
     whole = report.total.misses[-1]
+    scale, word = (1e6, "million") if whole >= 1e7 else (1e3, "thousand")
     part = sum(counts[name].misses[-1] for name in shown)
     said = f"The {len(shown)} with most {report.levels[-1]} misses have {percent(part, whole)}% of all."
     drawing = charts.bars(
@@ -59,8 +60,8 @@ def _chart(report: CacheReport, counts: Mapping[str, Counts], what: str, title: 
         title,
         said,
         shown,
-        {"misses": [counts[name].misses[-1] / 1e6 for name in shown]},
-        f"million {report.levels[-1]} misses",
+        {"misses": [counts[name].misses[-1] / scale for name in shown]},
+        f"{word} {report.levels[-1]} misses",
     )
     return Chart(title, said, drawing, _table(report, counts, title, what, top))
 
