@@ -2,11 +2,13 @@
 
 The driver from the Python registry (PoCL 3.0, LLVM 14) asks LLVM for the processor's name. On processors newer than
 that LLVM (AMD Zen 5) the answer is "generic", which its own compiler then refuses: "unknown target CPU 'generic'", and
-no program builds. PoCL 3.0 has no option or environment variable for the name, so it is replaced in the driver's device
-structure by the name of a processor with the same vectors: the very one that the driver's library of built-in functions
-is compiled for, because functions compiled for another are called instead of inlined (``vload16`` in an inner loop cost
-two thirds of a kernel's speed). Nothing is touched unless the driver is PoCL, the name is "generic", and it is found
-exactly once.
+no program builds. On AMD Zen 4 the answer is "znver3", a processor without the 512-bit vectors that Zen 4 has and PoCL
+uses: compiling a matrix product then takes more and more memory and ends in a crash (seen on an EPYC with AVX-512).
+PoCL 3.0 has no option or environment variable for the name, so it is replaced in the driver's device structure by the
+name of a processor with the same vectors: the very one that the driver's library of built-in functions is compiled
+for, because functions compiled for another are called instead of inlined (``vload16`` in an inner loop cost two thirds
+of a kernel's speed). Nothing is touched unless the driver is PoCL, the name is "generic" (or "znver3" where there is
+AVX-512), and it is found exactly once.
 """
 
 from __future__ import annotations
@@ -48,13 +50,15 @@ def name_generic_cpu(device_address: int, platform_version: str) -> str:
         return _names[device_address].value.decode()
     if "PoCL" not in platform_version or platform.system() != "Linux" or platform.machine() != "x86_64":
         return ""
+    level = host_cpu_level()
+    wrong = (b"generic", b"znver3") if level == "skylake-avx512" else (b"generic",)
     try:
-        hits = _pointers_to(b"generic", device_address)
+        hits = [hit for text in wrong for hit in _pointers_to(text, device_address)]
     except OSError:  # no access to our own memory map: the build will then say what is wrong
         return ""
     if len(hits) != 1:
         return ""
-    name = ctypes.create_string_buffer(host_cpu_level().encode())
+    name = ctypes.create_string_buffer(level.encode())
     _names[device_address] = name
     ctypes.c_uint64.from_address(hits[0]).value = ctypes.addressof(name)
     return name.value.decode()
