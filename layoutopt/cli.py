@@ -17,6 +17,7 @@ import typer
 from layoutopt import __version__, cli_side, interrupts
 from layoutopt.cli_advise import advise
 from layoutopt.cli_device import model_for, open_runtime
+from layoutopt.cli_export import export
 from layoutopt.cli_report import report
 from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
@@ -370,6 +371,7 @@ def plan(
 
 app.command()(simulate)
 app.command()(report)
+app.command()(export)
 
 
 @app.command()

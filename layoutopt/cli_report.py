@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from layoutopt.graph import TrainingGraph
     from layoutopt.plan import Plan
 
-__all__ = ["report"]
+__all__ = ["plan_model", "report"]
 
 
 def report(
@@ -66,7 +66,7 @@ def report(
     check_request(names, memory, loaded)
     measured = read_profile(profile) if profile is not None else None
     runtime = open_runtime(device) if measure else None
-    model = _model(plan, loaded, device_model, device, runtime, json)
+    model = plan_model(plan, loaded, device_model, device, runtime, json)
     models.check_serves(plan, str(target), loaded, model)
     if measured is not None:
         pairs_of(steps_of(plan, loaded, model), measured)  # refuses another plan's before the work
@@ -94,7 +94,7 @@ def report(
     out(f"wrote {output} ({len(text.encode()) / 2**20:.2f} MiB)")
 
 
-def _model(
+def plan_model(
     plan: Plan, graph: TrainingGraph, given: str | None, device: str | None, runtime: Runtime | None, quiet: bool
 ) -> DeviceModel:
     """The model that is given, else one that ships and that the plan was made with, else that of the device."""

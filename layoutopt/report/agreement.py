@@ -9,7 +9,7 @@ Part of the face.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,7 +25,15 @@ from layoutopt.report.steps import SOURCES, Step
 if TYPE_CHECKING:
     from layoutopt.profiling import Profile
 
-__all__ = ["Measured", "agreement_section", "measured_of", "read_profile", "unmeasured_section"]
+__all__ = [
+    "Measured",
+    "agreement_section",
+    "measured_of",
+    "measured_times",
+    "pairs_of",
+    "read_profile",
+    "unmeasured_section",
+]
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -96,8 +104,12 @@ def measured_of(found: Profile) -> Measured:
     return Measured(found.device, found.step_s, found.kernels_s, found.gap_s, found.predicted_s, steps, launches)
 
 
-def pairs_of(steps: Sequence[Step], found: Measured) -> list[Pair]:
-    """Kernels that were both predicted and measured.
+def measured_times(found: Measured, labels: Set[str]) -> dict[str, float]:
+    """Seconds by step.
+
+    Args:
+        found: a profile.
+        labels: of the plan's steps.
 
     Raises:
         LayoutOptError: the profile is of another plan.
@@ -105,11 +117,21 @@ def pairs_of(steps: Sequence[Step], found: Measured) -> list[Pair]:
     times: dict[str, float] = {}
     for launch in found.launches:
         times[launch.label] = times.get(launch.label, 0.0) + launch.time_s
-    if set(times) != {step.label for step in steps}:
-        stray = sorted(set(times) ^ {step.label for step in steps})[0]
+    if set(times) != labels:
+        stray = min(set(times) ^ labels)
         raise LayoutOptError(
             f"the profile is not of this plan: step {stray!r} is in one of them only; profile this plan"
         )
+    return times
+
+
+def pairs_of(steps: Sequence[Step], found: Measured) -> list[Pair]:
+    """Kernels that were both predicted and measured.
+
+    Raises:
+        LayoutOptError: the profile is of another plan.
+    """
+    times = measured_times(found, {step.label for step in steps})
     groups: dict[int, list[Step]] = {}
     for step in steps:
         groups.setdefault(step.kernel, []).append(step)

@@ -1,12 +1,15 @@
 """The steps of a plan as a report sees them: what each costs and where that number comes from, and its block.
 
-Blocks are repeated layers (``layoutopt/blocks.py``) and are called by their phase and number: ``forward A, 2 of 6``.
+Blocks are the layers of the model, by phase, where ops say what module they come from: ``backward, encoder.layer.5``.
+Rewrites make layers unlike, so that repetition alone does not find them. Where no op says so, blocks are repeated runs
+of ops (``layoutopt/blocks.py``), by phase and number: ``forward A, 2 of 6``.
 
 Part of the face.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SOURCES", "Step", "blocks_of_ops", "blocks_of_storages", "steps_of", "summed"]
 
+_LAYER = re.compile(r".*?\.\d+(?=\.|$)")
+"""A module's path up to its first number."""
 SOURCES = ("measured", "fitted", "modelled")
 """Where a cost comes from: the kernel was timed; constants fitted to others that were; a roofline of public facts."""
 
@@ -103,7 +108,7 @@ def steps_of(plan: Plan, graph: TrainingGraph, model: DeviceModel) -> list[Step]
 
 def blocks_of_ops(graph: TrainingGraph) -> dict[str, str]:
     """The block of every op, by name, in the order of the ops."""
-    names = {op.name: f"{op.phase}, not repeated" for op in graph.ops}
+    names = {op.name: f"{op.phase}, rest" for op in graph.ops}
     letters: dict[str, int] = {}
     for block in find_blocks(graph):
         if block.length < 2:
@@ -114,6 +119,9 @@ def blocks_of_ops(graph: TrainingGraph) -> dict[str, str]:
         for at in range(block.start, block.stop):
             turn = (at - block.start) // block.length + 1
             names[graph.ops[at].name] = f"{phase} {letter}, {turn} of {block.repeats}"
+    layers = {op.name: found[0] for op in graph.ops if (found := _LAYER.match(op.source))}
+    if layers:
+        names = {op.name: f"{op.phase}, {layers.get(op.name, 'rest')}" for op in graph.ops}
     return names
 
 
