@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from layoutopt import __version__, cli_side, interrupts
+from layoutopt import __version__, cli_side, complete, interrupts, logs
 from layoutopt.cli_advise import advise
+from layoutopt.cli_config import config as config_command
 from layoutopt.cli_device import model_for, open_runtime
+from layoutopt.cli_doctor import doctor
 from layoutopt.cli_export import export
 from layoutopt.cli_report import report
 from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_target
-from layoutopt.show import Progress, emit, out, say, table
+from layoutopt.show import Progress, emit, fail, out, say, table
 
 if TYPE_CHECKING:
     from layoutopt.graph import TrainingGraph
@@ -40,12 +42,24 @@ Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 Device = Annotated[
     str | None, typer.Option("--device", help="Index or part of 'platform version | name' (see `layoutopt devices`).")
 ]
-Model = Annotated[str | None, typer.Option("--device-model", help="Device model: a file or a built-in name.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--device-model", help="Device model: a file or a built-in name.", autocompletion=complete.device_models
+    ),
+]
 Memory = Annotated[str | None, typer.Option("--memory", help="Device memory the step may use: 512MiB, 2GiB, …")]
-Strategy = Annotated[str, typer.Option("--strategy", help="ilp (exact), greedy, ideal, rowmajor, …")]
+Strategy = Annotated[
+    str,
+    typer.Option("--strategy", help="ilp (exact), greedy, ideal, rowmajor, …", autocompletion=complete.strategies),
+]
 Storage = Annotated[
     str,
-    typer.Option("--storage", help="How large tensors lie in memory: fp32, fp16; int8 or nf4: weights only read."),
+    typer.Option(
+        "--storage",
+        help="How large tensors lie in memory: fp32, fp16; int8 or nf4: weights only read.",
+        autocompletion=complete.storages,
+    ),
 ]
 MicroBatches = Annotated[
     int | None,
@@ -59,22 +73,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Read when numpy is first imported. A fit's matrices are small: two threads made it ten times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
-        from layoutopt.clash import check
-
-        check()
         app(args=list(argv) if argv is not None else None)
     except LayoutOptError as error:
-        say(f"layoutopt: error: {_sentence(error)}")
+        fail(f"layoutopt: error: {_sentence(error)}")
         return 2
     except OSError as error:  # a full disk, a folder without permission
         where = f"{error.filename}: " if error.filename else ""
-        say(f"layoutopt: error: {where}{error.strerror or error}")
+        fail(f"layoutopt: error: {where}{error.strerror or error}")
         return 2
     except KeyboardInterrupt:
-        say("layoutopt: interrupted")
+        fail("layoutopt: interrupted")
         return 130
     except SystemExit as stop:  # how typer ends, usage errors with code 2 among them
         return stop.code if isinstance(stop.code, int) else 1
+    finally:
+        logs.close()
     return 0
 
 
@@ -95,10 +108,38 @@ def run() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def _root(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML of defaults, instead of the working folder's.")
+    ] = None,
+    verbose: Annotated[
+        int, typer.Option("-v", "--verbose", count=True, help="Show what goes on; twice: in detail.")
+    ] = 0,
+    quiet: Annotated[bool, typer.Option("-q", "--quiet", help="Only results and errors.")] = False,
+    log_file: Annotated[Path | None, typer.Option("--log-file", help="Append what goes on to this file.")] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     if version:
         out(f"layoutopt {__version__}")
         raise typer.Exit
+    doctor_asked = context.invoked_subcommand == "doctor"  # finds what is wrong with these, too
+    from layoutopt.clash import check
+    from layoutopt.config import default_map, in_force
+
+    if not doctor_asked:
+        check()
+    try:
+        context.default_map = default_map(in_force(app, config))
+    except LayoutOptError:
+        if not doctor_asked:
+            raise
+    own = context.default_map or {}
+    logs.configure(
+        verbose or own.get("verbose", 0),
+        quiet=quiet or (own.get("quiet", False) and not verbose),
+        file=log_file or (Path(own["log_file"]) if "log_file" in own else None),
+    )
 
 
 @app.command()
@@ -151,13 +192,19 @@ def devices(json: Json = False) -> None:
 
 @app.command()
 def capture(
-    model: Annotated[str | None, typer.Argument(help="A zoo name, package.module:factory or FILE.onnx.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A zoo name, package.module:factory or FILE.onnx.", autocompletion=complete.models),
+    ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Graph file to write.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1)] = None,
     seq: Annotated[int | None, typer.Option("--seq", min=1, help="Tokens a sample (text models).")] = None,
     optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, sgd or none.")] = "adamw",
     labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
-    mode: Annotated[str, typer.Option("--mode", help="Train full, lora, head, bias; forward: nothing.")] = "full",
+    mode: Annotated[
+        str,
+        typer.Option("--mode", help="Train full, lora, head, bias; forward: nothing.", autocompletion=complete.modes),
+    ] = "full",
     dropout: Annotated[bool, typer.Option("--dropout", help="Leave dropout as the model has it; else off.")] = False,
     micro_batches: Annotated[
         int, typer.Option("--micro-batches", min=1, help="Equal parts of the batch, whose gradients are added up.")
@@ -177,16 +224,17 @@ def capture(
         return
     target = output or Path(f"{model.replace(':', '-').replace('.', '-')}.graph")
     check_target(target)
-    graph, report = capture_model(
-        model,
-        batch=batch,
-        seq=seq,
-        optimizer=optimizer,
-        labels=labels,
-        mode=mode,
-        dropout=dropout,
-        micro_batches=micro_batches,
-    )
+    with Progress(f"capturing {model}", quiet=json, endless=True):
+        graph, report = capture_model(
+            model,
+            batch=batch,
+            seq=seq,
+            optimizer=optimizer,
+            labels=labels,
+            mode=mode,
+            dropout=dropout,
+            micro_batches=micro_batches,
+        )
     from layoutopt.graphfile import save
 
     save(graph, target)
@@ -308,7 +356,9 @@ def _probes(device: str | None, thorough: bool, output: Path | None, json: bool)
 
 @app.command()
 def plan(
-    graph: Annotated[str, typer.Argument(help="Graph file, or the name of one that ships.")],
+    graph: Annotated[
+        str, typer.Argument(help="Graph file, or the name of one that ships.", autocompletion=complete.graphs)
+    ],
     device_model: Model = None,
     device: Device = None,
     strategy: Strategy = "ilp",
@@ -370,13 +420,18 @@ def plan(
 
 
 app.command()(simulate)
+app.command()(doctor)
+app.command("config")(config_command)
 app.command()(report)
 app.command()(export)
 
 
 @app.command()
 def profile(
-    target: Annotated[str, typer.Argument(metavar="PLAN|GRAPH", help="Plan file, or a graph to plan now.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="PLAN|GRAPH", help="Plan file, or a graph to plan now.", autocompletion=complete.graphs),
+    ],
     device: Device = None,
     device_model: Model = None,
     graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if not beside it.")] = None,
@@ -422,7 +477,9 @@ def profile(
 
 @app.command()
 def compare(
-    graph: Annotated[str, typer.Argument(help="Graph file, or the name of one that ships.")],
+    graph: Annotated[
+        str, typer.Argument(help="Graph file, or the name of one that ships.", autocompletion=complete.graphs)
+    ],
     device_model: Model = None,
     device: Device = None,
     strategies: Annotated[str, typer.Option("--strategies", help="Comma-separated; all by default.")] = "",
@@ -505,7 +562,12 @@ app.add_typer(cli_side.app)
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Argument(help="minilm, or a graph file / shipped graph with an .npz or the digits.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="minilm, or a graph file / shipped graph with an .npz or the digits.", autocompletion=complete.graphs
+        ),
+    ],
     data: Annotated[str, typer.Option("--data", help="label<TAB>text file, .npz of graph inputs, or 'digits'.")],
     out_dir: Annotated[Path | None, typer.Option("--out", help="Checkpoint directory to write.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Continue the run in this directory.")] = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from layoutopt import complete
 from layoutopt.errors import LayoutOptError
 from layoutopt.show import Progress, emit, out, table
 
@@ -22,8 +23,12 @@ HEAD = (
 
 
 def advise(
-    model: Annotated[str, typer.Argument(help="A zoo model (see `layoutopt capture --list`).")],
-    device_model: Annotated[str, typer.Option("--device-model", help="A file or a built-in name.")],
+    model: Annotated[
+        str, typer.Argument(help="A zoo model (see `layoutopt capture --list`).", autocompletion=complete.models)
+    ],
+    device_model: Annotated[
+        str, typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models)
+    ],
     link: Annotated[str, typer.Option("--link", help="From the device to the server: 20Mbps, 1Gbps, …")],
     memory: Annotated[str | None, typer.Option("--memory", help="512MiB, …; the device's own by default.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="Samples a step.")] = None,
@@ -31,7 +36,12 @@ def advise(
     labels: Annotated[int | None, typer.Option("--labels", min=1, help="Number of classes.")] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Of an epoch, for what an epoch sends.")] = 1000,
     window: Annotated[int, typer.Option("--window", min=1, help="Batches that may wait to be sent.")] = 4,
-    strategy: Annotated[str, typer.Option("--strategy", help="Of all plans: greedy is quick, ilp exact.")] = "greedy",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "--strategy", help="Of all plans: greedy is quick, ilp exact.", autocompletion=complete.strategies
+        ),
+    ] = "greedy",
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver, a plan.")] = 5.0,
     json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from layoutopt import complete
 from layoutopt.cli_device import open_runtime
 from layoutopt.errors import LayoutOptError
 from layoutopt.show import Progress, emit, out, say
@@ -15,7 +16,9 @@ __all__ = ["capture", "evaluate"]
 
 
 def capture(
-    model: Annotated[str, typer.Argument(help="A zoo model: minilm, gpt2, opt-125m, vit-digits, …")],
+    model: Annotated[
+        str, typer.Argument(help="A zoo model: minilm, gpt2, opt-125m, vit-digits, …", autocompletion=complete.models)
+    ],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Graph file to write.")] = None,
     batch: Annotated[int, typer.Option("--batch", min=1)] = 16,
     seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens a sample (text models).")] = 64,
@@ -59,10 +62,20 @@ def evaluate(
     ] = 0.2,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Of the split; that of training.")] = None,
     seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens a sample, if the network does not say.")] = 64,
-    storage: Annotated[str, typer.Option("--storage", help="Of the backbone's weights: fp32, int8 or nf4.")] = "fp32",
+    storage: Annotated[
+        str,
+        typer.Option(
+            "--storage", help="Of the backbone's weights: fp32, int8 or nf4.", autocompletion=complete.storages
+        ),
+    ] = "fp32",
     device: Annotated[str | None, typer.Option("--device", help="Index or part of its name.")] = None,
-    device_model: Annotated[str | None, typer.Option("--device-model", help="A file or a built-in name.")] = None,
-    strategy: Annotated[str, typer.Option("--strategy", help="Of the planner.")] = "ilp",
+    device_model: Annotated[
+        str | None,
+        typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models),
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option("--strategy", help="Of the planner.", autocompletion=complete.strategies)
+    ] = "ilp",
     memory: Annotated[str | None, typer.Option("--memory", help="Device memory: 512MiB, 2GiB, …")] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
     calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from layoutopt import interrupts
+from layoutopt import complete, interrupts, logs
 from layoutopt.cli_device import open_runtime
 from layoutopt.cli_evaluate import capture, evaluate
 from layoutopt.errors import LayoutOptError
@@ -90,7 +89,7 @@ def serve(
         raise LayoutOptError(f"unknown engine {engine!r}: choose processes or ray")
     check_folder(state)
     _quiet_grpc()
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logs.show_progress()
     sizes = [memory_bytes(text) or 0 for text in (memory, store_memory, store_disk, window_memory)]
     setup = Setup(
         state,
@@ -119,7 +118,9 @@ def serve(
 
 @app.command()
 def device(
-    model: Annotated[str, typer.Argument(help="A zoo model: minilm, gpt2, opt-125m, vit-digits, …")],
+    model: Annotated[
+        str, typer.Argument(help="A zoo model: minilm, gpt2, opt-125m, vit-digits, …", autocompletion=complete.models)
+    ],
     data: Annotated[str, typer.Option("--data", help="label<TAB>text file, .npz of inputs and labels, or 'digits'.")],
     server: Annotated[str, typer.Option("--server", help="HOST:PORT of `layoutopt side serve`.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Folder for the side network; give the same to go on.")],
@@ -158,12 +159,20 @@ def device(
     window: Annotated[int, typer.Option("--window", min=1, help="Steps under way; 1 waits for the server.")] = 4,
     cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Later epochs from the server's store.")] = True,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Weights of the backbone.")] = None,
-    storage: Annotated[str, typer.Option("--storage", help="How these lie in memory: fp32, int8 or nf4.")] = "fp32",
+    storage: Annotated[
+        str,
+        typer.Option("--storage", help="How these lie in memory: fp32, int8 or nf4.", autocompletion=complete.storages),
+    ] = "fp32",
     device_: Annotated[
         str | None, typer.Option("--device", help="Index or part of a name (see `layoutopt devices`).")
     ] = None,
-    device_model: Annotated[str | None, typer.Option("--device-model", help="A file or a built-in name.")] = None,
-    strategy: Annotated[str, typer.Option("--strategy", help="Of the planner.")] = "ilp",
+    device_model: Annotated[
+        str | None,
+        typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models),
+    ] = None,
+    strategy: Annotated[
+        str, typer.Option("--strategy", help="Of the planner.", autocompletion=complete.strategies)
+    ] = "ilp",
     memory: Annotated[str | None, typer.Option("--memory", help="Device memory: 512MiB, 2GiB, …")] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
     calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt import complete
 from layoutopt.cli_device import model_for
 from layoutopt.errors import LayoutOptError
 from layoutopt.show import Progress, emit, out
@@ -22,12 +23,25 @@ __all__ = ["simulate"]
 
 
 def simulate(
-    targets: Annotated[list[str], typer.Argument(metavar="PLAN…|GRAPH", help="Plan files, or a graph to plan now.")],
-    device_model: Annotated[str | None, typer.Option("--device-model", help="A file or a built-in name.")] = None,
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PLAN…|GRAPH", help="Plan files, or a graph to plan now.", autocompletion=complete.graphs
+        ),
+    ],
+    device_model: Annotated[
+        str | None,
+        typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models),
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Index or part of its name.")] = None,
     graph: Annotated[str | None, typer.Option("--graph", help="The plans' graph, if not beside them.")] = None,
     strategies: Annotated[str, typer.Option("--strategies", help="Of a graph's plans, comma-separated.")] = "ilp",
-    storage: Annotated[str, typer.Option("--storage", help="Of a graph's plans: fp32, fp16, int8 or nf4.")] = "fp32",
+    storage: Annotated[
+        str,
+        typer.Option(
+            "--storage", help="Of a graph's plans: fp32, fp16, int8 or nf4.", autocompletion=complete.storages
+        ),
+    ] = "fp32",
     memory: Annotated[str | None, typer.Option("--memory", help="Of a graph's plans: 512MiB, …")] = None,
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
     top: Annotated[int, typer.Option("--top", min=1, help="Rows per table.")] = 12,

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from layoutopt import __version__
+from layoutopt import __version__, complete
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_folder, check_target, write_atomic
 from layoutopt.rewrites import check_storage
@@ -24,14 +24,21 @@ __all__ = ["sweep"]
 
 
 def sweep(
-    models: Annotated[list[str], typer.Argument(help="Graph files, shipped graphs, zoo names or module:factory.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Graph files, shipped graphs, zoo names or module:factory.", autocompletion=complete.graphs
+        ),
+    ],
     device_models: Annotated[str, typer.Option("--device-models", help="Comma-separated files or built-in names.")],
     budgets: Annotated[
         str, typer.Option("--budgets", help="Memory: 512MiB,2GiB,…; none is the device's own.")
     ] = "none",
     batches: Annotated[str, typer.Option("--batches", help="Samples: 1,8,…; the graph's own by default.")] = "",
     strategies: Annotated[str, typer.Option("--strategies", help="Comma-separated.")] = "ilp",
-    storage: Annotated[str, typer.Option("--storage", help="fp32, fp16, int8 or nf4.")] = "fp32",
+    storage: Annotated[
+        str, typer.Option("--storage", help="fp32, fp16, int8 or nf4.", autocompletion=complete.storages)
+    ] = "fp32",
     time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver, a plan.")] = 60.0,
     engine: Annotated[str, typer.Option("--engine", help="local, or ray.")] = "local",
     workers: Annotated[

@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Progress", "emit", "out", "say", "table"]
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["SAID", "Progress", "console", "emit", "fail", "is_quiet", "out", "say", "set_quiet", "table"]
+
+SAID = "layoutopt.said"
+"""Logger of what is printed for people: it goes to the log's file only."""
+_LOG = logging.getLogger(__name__)
+logging.getLogger(SAID).addHandler(logging.NullHandler())  # or Python would print it a second time
+
+
+class _State:
+    quiet = False
+
+
+def set_quiet(quiet: bool) -> None:
+    """Whether to leave out sentences about what is going on, and progress."""
+    _State.quiet = quiet
+
+
+def is_quiet() -> bool:
+    """Whether these are left out."""
+    return _State.quiet
+
+
+@lru_cache(maxsize=1)
+def console() -> Console:
+    """Standard error, shared by progress bars and logs so that neither writes over the other."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 def out(line: str) -> None:
@@ -17,6 +50,14 @@ def out(line: str) -> None:
 
 def say(line: str) -> None:
     """A line about what is going on."""
+    logging.getLogger(SAID).info("%s", line.removeprefix("layoutopt: "))
+    if not _State.quiet:
+        print(line, file=sys.stderr)
+
+
+def fail(line: str) -> None:
+    """A line about why it ends."""
+    logging.getLogger(SAID).error("%s", line.removeprefix("layoutopt: "))
     print(line, file=sys.stderr)
 
 
@@ -47,17 +88,25 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class Progress:
-    """A progress bar on standard error where that is a terminal; silent otherwise and when ``quiet``."""
+    """A progress bar on standard error where that is a terminal; silent otherwise and when ``quiet``.
 
-    def __init__(self, what: str, *, quiet: bool = False) -> None:
+    Args:
+        what: is going on.
+        quiet: show nothing.
+        endless: nobody knows how much there is to do.
+    """
+
+    def __init__(self, what: str, *, quiet: bool = False, endless: bool = False) -> None:
         self._what = what
-        self._quiet = quiet or not sys.stderr.isatty()
+        self._quiet = quiet or _State.quiet or not sys.stderr.isatty()
+        self._total = None if endless else 1.0
+        self._logged = ""
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Progress:
+        _LOG.info("%s", self._what)
         if not self._quiet:
-            from rich.console import Console
             from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as RichProgress
 
@@ -65,11 +114,11 @@ class Progress:
                 TextColumn("{task.description}"),
                 BarColumn(),
                 TimeElapsedColumn(),
-                console=Console(stderr=True),
+                console=console(),
                 transient=True,
             )
             self._bar.start()
-            self._task = self._bar.add_task(self._what, total=1.0)
+            self._task = self._bar.add_task(self._what, total=self._total)
         return self
 
     def __exit__(
@@ -79,8 +128,16 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
+    def _log(self, what: str) -> None:
+        """A line for every new stage; numbers in it make no new one."""
+        stage = re.sub(r"[0-9.]+", "#", what)
+        if stage != self._logged:
+            self._logged = stage
+            _LOG.info("%s: %s", self._what, what)
+
     def fraction(self, what: str, done: float) -> None:
         """``done`` of 1."""
+        self._log(what)
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._what}: {what}", completed=done, total=1.0)
 
@@ -91,5 +148,6 @@ class Progress:
 
     def stage(self, what: str, done: int, of: int) -> None:
         """A named stage, ``done`` of ``of``."""
+        self._log(what)
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._what}: {what}", completed=done, total=of)

@@ -34,7 +34,9 @@ FACE = {
         "bundle",
         "cli",
         "cli_advise",
+        "cli_config",
         "cli_device",
+        "cli_doctor",
         "cli_evaluate",
         "cli_export",
         "cli_report",
@@ -43,11 +45,20 @@ FACE = {
         "cli_sweep",
         "cli_pareto",
         "compare",
+        "config",
         "compiled",
         "compiled_batch",
         "compiled_torch",
         "demo",
         "digits",
+        "doctor",
+        "doctor.child",
+        "doctor.device",
+        "doctor.drivers",
+        "doctor.examine",
+        "doctor.finding",
+        "doctor.install",
+        "doctor.trial",
         "energy",
         "example",
         "facade",
@@ -262,8 +273,9 @@ def test_pyopencl_lives_in_the_runtime() -> None:
     _no([i for i in IMPORTS if i.top == "pyopencl" and i.module == "kernels.runtime" and not i.lazy])
 
 
-def test_kernel_testing_is_for_tests_and_benchmarks() -> None:
-    _no([i for i in IMPORTS if i.target.startswith("kernels.testing")])
+def test_kernel_testing_is_for_tests_benchmarks_and_the_self_test() -> None:
+    _no([i for i in IMPORTS if i.target.startswith("kernels.testing") and i.module != "kernels.selftest"])
+    _no([i for i in IMPORTS if i.target.startswith("kernels.testing") and not i.lazy])
 
 
 HEAVY = (
