@@ -32,7 +32,7 @@ def plan_html(plan: Plan) -> str:
     facts = [
         ("device", plan.device_name),
         ("status", f"{report.status}, by {report.method} in {report.seconds:.3g} s"),
-        ("gap", f"{report.gap:.2%} (bound {time_text(report.bound_ns)})"),
+        ("gap", f"{report.gap:.2%} (bound {time_text(report.bound_ns)})" if report.bound_ns else "not known"),
         ("predicted kernels", f"{time_text(report.objective_ns)}, {measured:.0%} of it measured"),
         ("relayouts", f"{len(plan.relayouts)}, {bytes_text(moved)} moved, {time_text(moving_ns)}"),
         ("arena", bytes_text(plan.arena_bytes)),

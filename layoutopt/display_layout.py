@@ -41,14 +41,16 @@ def blocks(layout: Layout) -> tuple[int, ...]:
 def kind_of(layout: Layout) -> str:
     """What a layout is, in words that layouts of different shapes share: ``row-major``, ``tile 4×16``, ``other order``.
 
-    An axis that is not cut is left out of the tile.
+    A point stands for an axis that is not cut: ``tile ·×4`` is panels of four columns. Leading axes are left out of it.
     """
     if layout.is_image:
         return "image"
     if layout == Layout.row_major(layout.shape):
         return "row-major"
-    cut = [str(n) for n in blocks(layout) if n > 1]
-    if cut:
+    cut = ["·" if n == 1 else str(n) for n in blocks(layout)]
+    while len(cut) > 2 and cut[0] == "·":
+        cut.pop(0)
+    if any(n != "·" for n in cut):
         return "tile " + "×".join(cut)
     return "padded" if layout.padded_shape != layout.shape and _in_order(layout) else "other order"
 

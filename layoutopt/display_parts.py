@@ -50,7 +50,7 @@ def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -
 
 def html(*parts: ET.Element) -> str:
     """Parts one below the other, as HTML that is well-formed XML too."""
-    return ET.tostring(element("div", children=parts), encoding="unicode")
+    return ET.tostring(element("div", children=parts), encoding="unicode", short_empty_elements=False)
 
 
 def bytes_text(size: float) -> str:

@@ -19,7 +19,7 @@ from layoutopt.display_parts import bytes_text, html, table, time_text
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.passes import run_passes
-from layoutopt.plan import Plan
+from layoutopt.plan import Plan, with_report
 from simulator.simulate import CacheReport, simulate
 from tests.graphs import linear_step
 from tests.layout_cases import layouts
@@ -99,7 +99,9 @@ def test_a_plan_says_what_was_found_and_counts_its_layouts() -> None:
     tables = rows_of(plan._repr_html_())
     facts = dict(tables[f"Plan of {plan.graph_name} ({plan.solver.strategy})"])
     assert facts["status"].startswith(f"{plan.solver.status}, ")
-    assert facts["gap"].startswith(f"{plan.solver.gap:.2%} ")
+    assert facts["gap"] == "not known"
+    proven = with_report(plan, bound_ns=7, gap=0.5)
+    assert "50.00% (bound 7 ns)" in proven._repr_html_()
     assert facts["arena"] == bytes_text(plan.arena_bytes)
     assert facts["relayouts"].startswith(f"{len(plan.relayouts)}, ")
     assert facts["predicted kernels"].startswith(time_text(plan.solver.objective_ns))
@@ -245,7 +247,8 @@ def test_kinds_are_named() -> None:
     named = {
         "row-major": Layout.row_major((6, 8)),
         "tile 2×4": Layout.r_tile((6, 8), 2, 4),
-        "tile 4": Layout.tiled((6, 8), {1: 4}, outer=(1, 0)),
+        "tile ·×4": Layout.tiled((6, 8), {1: 4}, outer=(1, 0)),
+        "tile 3×·": Layout.tiled((5, 6, 8), {1: 3}),
         "other order": Layout.row_major((6, 8), order=(1, 0)),
         "padded": Layout.row_major((6, 13), pad={1: 8}),
         "image": Layout.r_tile_image((8, 8), 4),
