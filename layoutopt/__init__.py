@@ -122,6 +122,12 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _VERB_MODULES:
         return import_module(f"layoutopt.{name}")
+    if not name.startswith("_"):
+        moved = import_module("layoutopt.deprecation").MOVED.get(name)
+        if moved is not None:
+            moved.warn()
+            home, _, new = moved.new.partition(":")
+            return getattr(import_module(home), new)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
