@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail("layoutopt: interrupted")
         return 130
     except SystemExit as stop:  # how typer ends, usage errors with code 2 among them
+        if stop.code == 130:  # Ctrl-C in a command, about which typer says nothing
+            fail("layoutopt: interrupted")
         return stop.code if isinstance(stop.code, int) else 1
     finally:
         logs.close()

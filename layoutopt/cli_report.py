@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from layoutopt import complete
 from layoutopt.cli_device import model_for, open_runtime
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_target, write_atomic
@@ -29,7 +30,10 @@ def report(
     strategies: Annotated[
         str, typer.Option("--strategies", help="To show beside it, comma-separated; 'none': only the plan.")
     ] = "greedy,rowmajor",
-    device_model: Annotated[str | None, typer.Option("--device-model", help="A file or a built-in name.")] = None,
+    device_model: Annotated[
+        str | None,
+        typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models),
+    ] = None,
     graph: Annotated[str | None, typer.Option("--graph", help="The plan's graph, if not beside it.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Run every plan on the device, and profile this one.")
