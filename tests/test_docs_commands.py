@@ -28,10 +28,13 @@ from layoutopt.models import calibrated_path, shipped
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SMALLER = {
-    "--budget 30": "--budget 20",  # seconds of calibration
+    "calibrate --graph vit-digits --budget 30": "calibrate --graph SMALL --budget 20",  # seconds
+    "vit-digits -o plan.json": "SMALL -o plan.json",
+    "compare vit-digits": "compare SMALL",
     "--rounds 3": "--rounds 1",
     "capture distilbert": "capture bert-tiny",
     "advise minilm": "advise bert-tiny",
+    "--batch 16 --seq 64": "--batch 4 --seq 16",
     "vit-digits --device-model": "SMALL --device-model",  # planned for a device that is not here
     "capture vit-digits": "capture bert-tiny",
     "sweep vit-digits minilm": "sweep SMALL",
