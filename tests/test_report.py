@@ -184,6 +184,8 @@ def test_every_drawing_has_words_and_every_table_headers(shown: Parsed) -> None:
         assert attrs["role"] == "img"
         assert set(attrs["aria-labelledby"].split()) <= ids
     assert sum(tag == "caption" for tag, _ in shown.tags) == sum(tag == "table" for tag, _ in shown.tags)
+    for caption, rows in shown.tables.items():
+        assert len({len(row) for row in rows}) == 1, caption
 
 
 def test_colours_of_drawings_are_the_pages() -> None:

@@ -191,21 +191,21 @@ def agreement_section(steps: Sequence[Step], found: Measured, top: int) -> Secti
     rows = tuple(
         (
             p.name,
-            p.spec,
-            p.source,
-            str(p.times),
             f"{p.predicted_s * 1e6:,.1f}",
             f"{p.measured_s * 1e6:,.1f}",
             f"{p.ratio:.2f}",
+            str(p.times),
+            p.source,
+            p.spec,
         )
         for p in ranked(pairs, lambda p: abs(p.measured_s - p.predicted_s) * p.times, top)
     )
-    head = ("first step", "shapes", "cost is", "steps", "predicted µs", "measured µs", "measured / predicted")
+    head = ("first step", "predicted µs", "measured µs", "measured / predicted", "steps", "cost is", "shapes")
     caption = "Kernels whose prediction is off by most of the step's time"
     return Section(
         "agreement",
         "Prediction against measurement",
         (said,),
         (Chart(title, seen, drawing),) if pairs else (),
-        (Table(caption, head, rows, 3),),
+        (Table(caption, head, rows),),
     )

@@ -33,6 +33,11 @@ def strategies_section(rows: Sequence[Row], own: str, device: str) -> Section:
         )
     else:
         said += " Nothing was measured for this table."
+    if any(row.gap for row in rows):
+        said += (
+            " “Over ilp” compares what the solver adds up: kernels one after the other, with caution for those that "
+            "were not measured. Predicted is the whole step, as it most likely runs."
+        )
     if len(rows) == 1:
         said += " Other strategies are shown where they are asked for (--strategies)."
     names = [f"{row.strategy}{' (this plan)' if row.strategy == own else ''}" for row in rows]
@@ -76,4 +81,4 @@ def _table(rows: Sequence[Row], names: Sequence[str]) -> Table:
             cells += [millions(row.misses[level]) if row.misses else "-" for level in levels]
             cells += [mib(row.memory_bytes) if row.memory_bytes is not None else "-"]
         body.append(tuple(cells))
-    return Table("Strategies; times in ms a step", tuple(head), tuple(body), 2)
+    return Table("Strategies; times in ms a step", tuple(head), tuple(body))

@@ -248,7 +248,7 @@ def summary(facts: Facts, command: str, date: str) -> Section:
         ("made by", command),
         ("date", f"{date}, layoutopt {__version__}"),
     ]
-    return Section("summary", "Summary", (), (), (Table("What this report is about", ("", "value"), tuple(pairs), 2),))
+    return Section("summary", "Summary", (), (), (Table("What this report is about", ("", "value"), tuple(pairs)),))
 
 
 def as_json(facts: Facts) -> dict[str, Any]:

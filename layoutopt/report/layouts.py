@@ -163,7 +163,7 @@ def _patterns(groups: dict[str, list[_Laid]], order: Sequence[str]) -> Table:
         roles = ", ".join(dict.fromkeys(x.role for x in own))
         rows.append((name, roles, str(len(own)), str(sum(x.copy for x in own)), mib(sum(x.size_bytes for x in own))))
     head = ("pattern", "roles", "layouts", "of them copies", "MiB")
-    return Table("Distinct layouts, those of most bytes first", head, tuple(rows), 2)
+    return Table("Distinct layouts, those of most bytes first", head, tuple(rows))
 
 
 def _by_block(laid: Sequence[_Laid]) -> Table:
@@ -171,7 +171,7 @@ def _by_block(laid: Sequence[_Laid]) -> Table:
     for one in laid:
         groups.setdefault((one.block, one.role, pattern(one.layout)), []).append(one)
     rows = tuple((*key, str(len(own)), mib(sum(x.size_bytes for x in own))) for key, own in groups.items())
-    return Table("Layouts by block", ("block", "role", "pattern", "layouts", "MiB"), rows, 3)
+    return Table("Layouts by block", ("block", "role", "pattern", "layouts", "MiB"), rows)
 
 
 def _relayouts(plan: Plan, planned: TrainingGraph, most: int) -> Table:
@@ -180,13 +180,13 @@ def _relayouts(plan: Plan, planned: TrainingGraph, most: int) -> Table:
     rows = []
     for move in ranked(plan.relayouts, lambda r: r.cost.total_ns, most):
         own = layouts[move.storage]
-        cells = (move.storage, planned.storages[move.storage].role, pattern(own[0]), pattern(own[move.target]))
+        cells = (move.storage, ms(move.cost.total_ns * 1e-9), mib(move.bytes_moved))
         source = "measured" if move.cost.measured else "predicted"
-        facts = (move.before, blocks[move.before], source, mib(move.bytes_moved), ms(move.cost.total_ns * 1e-9))
-        rows.append((*cells, *facts))
-    head = ("tensor", "role", "from", "to", "before", "block", "cost is", "MiB moved", "ms")
+        facts = (planned.storages[move.storage].role, move.before, blocks[move.before], source)
+        rows.append((*cells, pattern(own[0]), pattern(own[move.target]), *facts))
+    head = ("tensor", "ms", "MiB moved", "from", "to", "role", "before", "block", "cost is")
     count = "All" if len(rows) == len(plan.relayouts) else f"The {len(rows)} dearest of {len(plan.relayouts)}"
-    return Table(f"{count} relayouts that are left", head, tuple(rows), 7)
+    return Table(f"{count} relayouts that are left", head, tuple(rows))
 
 
 def _drawings(groups: dict[str, list[_Laid]], wave: int, line_bytes: int) -> tuple[Chart, ...]:

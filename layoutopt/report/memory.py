@@ -156,6 +156,6 @@ def _tensors(alive: Sequence[Held], names: Mapping[int, str], top: int) -> Table
     for one in ranked(alive, lambda h: h.buffer.size_bytes, top):
         buffer = one.buffer
         life = names[buffer.first], names[buffer.last]
-        rows.append((one.storage or buffer.name, one.role, one.block, *life, mib(buffer.size_bytes)))
-    head = ("tensor", "role", "block", "alive from", "to", "MiB")
-    return Table(f"The {min(top, len(alive))} largest of what is alive at the peak", head, tuple(rows), 5)
+        rows.append((one.storage or buffer.name, mib(buffer.size_bytes), one.role, one.block, *life))
+    head = ("tensor", "MiB", "role", "block", "alive from", "to")
+    return Table(f"The {min(top, len(alive))} largest of what is alive at the peak", head, tuple(rows))

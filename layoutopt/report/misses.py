@@ -88,15 +88,8 @@ def _sources(report: CacheReport, top: int) -> Table:
     for one in sources(report)[:top]:
         times = f"{one.times} × " if one.times > 1 else ""
         access = "writes" if one.write else "reads"
-        cells = (f"{times}{one.step}", one.phase, f"{access} {one.tensor}", one.layout)
-        rows.append((*cells, millions(one.misses[-1]), mib(one.memory_bytes), f"{100 * one.share:.1f}"))
-    head = (
-        "operation",
-        "phase",
-        "operand",
-        "layout as seen",
-        f"{report.levels[-1]} misses M",
-        "memory MiB",
-        "% of misses",
-    )
-    return Table("Where the misses come from: operands of operations, equal steps as one", head, tuple(rows), 4)
+        counts = (millions(one.misses[-1]), f"{100 * one.share:.1f}", mib(one.memory_bytes))
+        rows.append((f"{times}{one.step}", *counts, f"{access} {one.tensor}", one.layout, one.phase))
+    head = ("operation", f"{report.levels[-1]} misses M", "% of misses", "memory MiB", "operand", "layout as seen")
+    caption = "Where the misses come from: operands of operations, equal steps as one"
+    return Table(caption, (*head, "phase"), tuple(rows))

@@ -97,7 +97,7 @@ def proof_section(plan: Plan, left: list[Left] | None, why_not: str = "") -> Sec
         facts.append(("rewrites of the graph", ", ".join(plan.rewrites)))
     said = f"{report.status}: {_STATUS.get(report.status, 'as the solver reported')}."
     about = "The proof is about predicted costs: it says nothing of how far these are from the device."
-    tables = [Table("The solver's report", ("", "value"), tuple(facts), 2)]
+    tables = [Table("The solver's report", ("", "value"), tuple(facts))]
     if left:
         rows = tuple((one.after, f"{one.choices:,}", f"{one.layouts:,}", f"{one.relayouts:,}") for one in left)
         head = ("without", "choices", "layouts", "possible relayouts")

@@ -13,6 +13,7 @@ from typing import TypeVar
 __all__ = ["Chart", "Section", "Table", "cleaned", "in_words", "mib", "millions", "ms", "percent", "ranked"]
 
 T = TypeVar("T")
+_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+%?|-")
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 """What no XML or HTML document may hold."""
 
@@ -25,13 +26,18 @@ class Table:
         caption: what it shows, with units.
         head: names of the columns.
         rows: cells as text, as many as there are columns.
-        text_columns: so many columns from the left are text, the others numbers.
     """
 
     caption: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    text_columns: int = 1
+
+    @property
+    def numbers(self) -> tuple[bool, ...]:
+        """By column, whether it holds numbers alone."""
+        return tuple(
+            bool(self.rows) and all(_NUMBER.fullmatch(row[i]) for row in self.rows) for i in range(len(self.head))
+        )
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ def _chart(steps: Sequence[Step], whole: int, key: str, title: str) -> Chart:
 
 def _table(steps: Sequence[Step], whole: int, most: int, caption: str) -> Table:
     rows = [
-        (s.label, s.phase, s.block, s.variant, s.spec, s.source, ms(s.cost_ns * 1e-9), percent(s.cost_ns, whole))
+        (s.label, ms(s.cost_ns * 1e-9), percent(s.cost_ns, whole), s.source, s.phase, s.block, s.variant, s.spec)
         for s in ranked(steps, lambda s: s.cost_ns, most)
     ]
-    head = ("operation", "phase", "block", "kernel", "shapes", "cost is", "ms", "% of step")
-    return Table(caption, head, tuple(rows), 6)
+    head = ("operation", "ms", "% of step", "cost is", "phase", "block", "kernel", "shapes")
+    return Table(caption, head, tuple(rows))
