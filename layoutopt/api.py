@@ -62,6 +62,7 @@ def capture(
     micro_batches: int = 1,
     batch_axes: Mapping[str, int] | None = None,
     name: str = "",
+    keep_outputs: bool = True,
     output: PathLike | None = None,
 ) -> TrainingGraph:
     """The training step of a model as a graph: forward, loss, backward, update.
@@ -80,6 +81,7 @@ def capture(
         micro_batches: equal parts of the batch, whose gradients are added up.
         batch_axes: for a module: the axis that holds the samples, by input, where it is not the first.
         name: of a module's graph; its class by default.
+        keep_outputs: for a module: keep what it gives beside the loss, to be read after a step.
         output: file to write the graph to.
 
     Returns:
@@ -114,7 +116,7 @@ def capture(
     else:
         if (batch, seq, labels) != (None, None, None):
             raise GraphError("a module's sizes are its example's: leave batch, seq and labels out")
-        captured = _capture_module(model, example, loss, optimizer, mode, dropout, batch_axes, name)
+        captured = _capture_module(model, example, loss, optimizer, mode, dropout, batch_axes, name, keep_outputs)
         graph, _ = passed(captured, micro_batches)
     if output is not None:
         save(graph, output)
@@ -130,6 +132,7 @@ def _capture_module(
     dropout: bool,
     batch_axes: Mapping[str, int] | None,
     name: str,
+    keep_outputs: bool,
 ) -> TrainingGraph:
     if not hasattr(module, "named_parameters"):
         kind = type(module).__name__
@@ -152,6 +155,7 @@ def _capture_module(
         dropout=dropout,
         batch_axes=batch_axes,
         name=name,
+        keep_outputs=keep_outputs,
     )
 
 

@@ -151,5 +151,5 @@ def save_safetensors(
         from safetensors.numpy import save
     except ImportError as error:
         raise GraphError("writing checkpoints needs safetensors: pip install 'layoutopt[examples]'") from error
-    arrays = {name: np.ascontiguousarray(value) for name, value in values.items()}
+    arrays = {name: np.asarray(value, order="C") for name, value in values.items()}  # scalars stay scalars
     write_atomic(path, save(arrays, dict(metadata) if metadata else None))

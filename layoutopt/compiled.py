@@ -49,7 +49,9 @@ def compile(
     micro_batches: int | None = None,
     dropout: bool = False,
     seed: int = 0,
+    weights: str | os.PathLike[str] | None = None,
     batch_axes: Mapping[str, int] | None = None,
+    keep_outputs: bool = True,
     time_limit_s: float = 60.0,
     calibration_s: float = 60.0,
 ) -> Compiled:
@@ -72,7 +74,10 @@ def compile(
         micro_batches: equal parts of the batch, one after the other; by default as memory asks for.
         dropout: leave dropout as the module has it; else it is off.
         seed: of dropout.
+        weights: to start from instead of the module's: a safetensors file with its names, or a folder that Hugging
+            Face's ``save_pretrained`` wrote.
         batch_axes: the axis that holds the samples, by input, where it is not the first.
+        keep_outputs: keep what the module gives beside the loss, for ``evaluate``; False saves their memory.
         time_limit_s: for the exact solver.
         calibration_s: seconds to measure the device for, where it has no calibration for this step; 0 measures nothing.
 
@@ -84,7 +89,7 @@ def compile(
     """
     import layoutopt.plan as plans
     from layoutopt.api import capture
-    from layoutopt.compiled_torch import initial_of, optimizer_of
+    from layoutopt.compiled_torch import initial_of, optimizer_of, read_safetensors, values_from
     from layoutopt.facade import check_request, solve_plan
     from layoutopt.models import check_device
 
@@ -93,9 +98,17 @@ def compile(
     ours = optimizer_of(optimizer, module)
     given = plans.load(plan) if isinstance(plan, str | os.PathLike) else plan
     check_request([strategy], in_words(memory), storage=storage)
-    values = initial_of(module)
+    values = initial_of(module) if weights is None else values_from(module, read_safetensors(weights))
     runtime = opened(device)
-    graph = capture(module, example, loss=loss, optimizer=ours, dropout=dropout, batch_axes=batch_axes)
+    graph = capture(
+        module,
+        example,
+        loss=loss,
+        optimizer=ours,
+        dropout=dropout,
+        batch_axes=batch_axes,
+        keep_outputs=keep_outputs,
+    )
     if given is None:
         check_request([strategy], in_words(memory), graph, storage, micro_batches)
         with Progress("planning") as bar:
@@ -177,6 +190,10 @@ class Compiled:
         )
         held = {t.name for t in self.graph.by_role("parameter", "state")}
         return Executor(self.runtime, self.graph, plan, {n: v for n, v in values.items() if n in held})
+
+    def __repr__(self) -> str:
+        state = f"{self.steps} steps taken" if self._executor is not None else "closed"
+        return f"<Compiled {self.graph.name} for {self.runtime.info.name}: plan {self.plan.solver.strategy}, {state}>"
 
     @property
     def _live(self) -> Executor:

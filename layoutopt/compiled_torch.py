@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,12 +70,18 @@ def capture_step(
     dropout: bool = False,
     batch_axes: Mapping[str, int] | None = None,
     name: str = "",
+    keep_outputs: bool = True,
 ) -> TrainingGraph:
     """A module's step, whose loss comes from ``loss`` or from what the module returns: see :func:`_result`."""
+
+    def result(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+        found, beside = _result(model, batch, loss)
+        return found, beside if keep_outputs else {}
+
     return capture(
         module,
         example,
-        loss=lambda model, batch: _result(model, batch, loss),
+        loss=result,
         optimizer=optimizer,
         dropout=dropout,
         batch_axes=batch_axes,
@@ -224,23 +231,37 @@ def save_tensors(state: Mapping[str, torch.Tensor], names: Names) -> dict[str, n
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Every tensor of a file.
+    """Every tensor of a file, or of the files in a folder that ``save_pretrained`` wrote.
 
     Raises:
         GraphError: no such file, or it is damaged.
     """
-    file = Path(path)
-    if not file.is_file():
-        raise GraphError(f"no weights at {file}: expected a safetensors file")
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
     except ImportError as error:
         raise GraphError("reading weights needs safetensors: pip install 'layoutopt[examples]'") from error
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _files(Path(path)):
+        if not file.is_file():
+            raise GraphError(f"no weights at {file}: expected a safetensors file, or a folder with model.safetensors")
+        try:
+            tensors |= load_file(file)
+        except SafetensorError as error:
+            raise GraphError(f"{file} is not a safetensors file, or is damaged ({error})") from error
+    return tensors
+
+
+def _files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return [path / "model.safetensors" if path.is_dir() else path]
     try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise GraphError(f"{file} is not a safetensors file, or is damaged ({error})") from error
+        return [
+            path / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        ]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise GraphError(f"{index} is damaged ({error}): expected the index of a model in several files") from error
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------

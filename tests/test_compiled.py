@@ -335,6 +335,64 @@ def test_a_plan_can_be_given_and_changed(compiled_bert: Any) -> None:
     compiled.use_plan(old)
 
 
+@pytest.mark.parametrize("real", [BATCH, 2])
+def test_micro_batches_are_the_same_step(real: int) -> None:
+    """Of two micro-batches the second may have no sample that counts."""
+    module, batches = made("tied")
+    twin, batch = copy.deepcopy(module), {name: value[:real] for name, value in batches[1].items()}
+    expected = torch_steps(twin, torch.optim.SGD(twin.parameters(), 0.1), [batch])
+    options = {**QUICK, "optimizer": layoutopt.Sgd(0.1, 0.0), "micro_batches": 2}
+    with layoutopt.compile(module, batches[0], **options) as compiled:
+        assert compiled.evaluate(batch).loss == pytest.approx(expected[0], rel=1e-5)
+        assert compiled.step(batch) == pytest.approx(expected[0], rel=1e-5)
+        same(compiled.state_dict(), twin.state_dict(), 0.1)
+
+
+def test_half_storage_saves_and_loads_to_the_bit() -> None:
+    module, batches = made("tied")
+    with layoutopt.compile(module, batches[0], storage="fp16", keep_outputs=False, **QUICK) as compiled:
+        with torch.no_grad():
+            expected = float(loss_of(module, batches[0]))
+        assert compiled.step(batches[0]) == pytest.approx(expected, rel=1e-2)
+        assert compiled.evaluate(batches[0]).outputs == {}
+        compiled.save_safetensors("half.safetensors")
+        saved, states = compiled.state_dict(), compiled.states()
+        after = [compiled.step(batch) for batch in batches]
+        compiled.load_safetensors("half.safetensors")
+        compiled.load_states(states, 1)
+        same(compiled.state_dict(), saved, 0)
+        assert [compiled.step(batch) for batch in batches] == after
+        assert "1 steps" not in repr(compiled)
+
+
+def test_weights_from_a_folder_for_a_module_without_any() -> None:
+    from safetensors.torch import save_file
+
+    module, batches = made("tied")
+    Path("sharded").mkdir()
+    state = {name: value for name, value in module.state_dict().items() if name != "head.weight"}
+    parts = {"a.safetensors": ["embedding.weight"], "b.safetensors": ["mix.weight", "mix.bias", "scale"]}
+    for file, names in parts.items():
+        save_file({name: state[name] for name in names}, Path("sharded") / file)
+    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+    Path("sharded/model.safetensors.index.json").write_text(json.dumps(index))
+    empty = copy.deepcopy(module)
+    for name, parameter in list(empty.named_parameters()):
+        owner, _, key = name.rpartition(".")
+        setattr(empty.get_submodule(owner), key, nn.Parameter(parameter.to("meta")))
+    empty.head.weight = empty.embedding.weight
+    with layoutopt.compile(empty, batches[0], weights="sharded", **QUICK) as compiled:
+        same(compiled.state_dict(), module.state_dict(), 0)
+        with torch.no_grad():
+            assert compiled.evaluate(batches[0]).loss == pytest.approx(float(loss_of(module, batches[0])), rel=1e-5)
+    Path("sharded/b.safetensors").unlink()
+    with pytest.raises(GraphError, match=r"no weights at sharded.b\.safetensors"):
+        layoutopt.compile(empty, batches[0], weights="sharded", **QUICK)
+    Path("sharded/model.safetensors.index.json").write_text("[]")
+    with pytest.raises(GraphError, match="is damaged"):
+        layoutopt.compile(empty, batches[0], weights="sharded", **QUICK)
+
+
 class Bad(nn.Module):
     """Sorts, which no kernel here does."""
 
