@@ -12,7 +12,7 @@ PIP        = -m pip --disable-pip-version-check install
 # A complete environment serves the demo as well.
 DEMO_READY := $(if $(wildcard $(VENV)/.stamp-all),$(VENV)/.stamp-all,$(DEMO_VENV)/.stamp-demo)
 
-.PHONY: help setup demo test lint format notebooks clean distclean
+.PHONY: help setup demo test lint format notebooks pages clean distclean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -37,6 +37,9 @@ format: setup ## let ruff mend what it can
 
 notebooks: setup ## execute every notebook (the files stay as they are)
 	$(VENV)/bin/jupyter execute --timeout=600 notebooks/*.ipynb
+
+pages: setup ## execute every notebook into docs/notebooks, with pictures
+	$(VENV)/bin/python docs/render_notebooks.py
 
 clean: ## remove caches, demo output and the demo's environment
 	rm -rf $(DEMO_VENV) demo runs build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache

@@ -1,8 +1,7 @@
 """Reports in a real browser: light and dark, telephone and desk, by keyboard, in print; nothing from a network.
 
-The browser is the system's Chromium, driven by playwright. Where there is none the tests are skipped, or fail where
-LAYOUTOPT_REQUIRE_BROWSER=1 says that there is one. LAYOUTOPT_PICTURES=1 plans and reports a real model, and keeps the
-screenshots in docs/pictures.
+``tests/browser.py`` says which browser, and what happens where there is none. LAYOUTOPT_PICTURES=1 plans and reports a
+real model, and keeps the screenshots in docs/pictures.
 """
 
 from __future__ import annotations
@@ -11,45 +10,26 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from layoutopt.cli import main
+from tests.browser import chromium, opened, png_size
 from tests.reports import planned_files
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 PHONE, DESK = (390, 844), (1280, 900)
 VIEWS = [(size, scheme) for size in (PHONE, DESK) for scheme in ("light", "dark")]
-FLAGS = [
-    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-]
 MOST_BYTES = 300_000
 """Of a picture in docs/pictures."""
 
 
-def _absent(reason: str) -> None:
-    if os.environ.get("LAYOUTOPT_REQUIRE_BROWSER") == "1":
-        pytest.fail(f"{reason}, and LAYOUTOPT_REQUIRE_BROWSER=1 says that there is one", pytrace=False)
-    pytest.skip(reason)
-
-
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if path is None:
-        _absent("no Chromium here: apt-get install chromium")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        _absent("no playwright here: pip install 'layoutopt[dev]'")
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS)
+def browser() -> Iterator[Any]:
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +48,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _keeping() -> bool:
     return os.environ.get("LAYOUTOPT_PICTURES") == "1"
-
-
-@contextmanager
-def opened(browser: Any, report: Path, size: tuple[int, int], scheme: str, said: list[str]) -> Iterator[Any]:
-    """The report in a window; what the console says, asks of a network or fails at goes to ``said``."""
-    context = browser.new_context(
-        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme, reduced_motion="reduce"
-    )
-    page = context.new_page()
-    page.on("console", lambda message: said.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: said.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
-    page.on("request", lambda request: said.append(f"request: {request.url}"))
-    page.goto(report.as_uri())
-    try:
-        yield page
-    finally:
-        context.close()
 
 
 def view_name(view: Any) -> str:
@@ -223,12 +185,6 @@ def test_screenshots(browser: Any, report: Path, tmp_path: Path) -> None:
                 assert file.stat().st_size < MOST_BYTES
                 PICTURES.mkdir(exist_ok=True)
                 shutil.copy(file, PICTURES / file.name)
-
-
-def png_size(data: bytes) -> tuple[int, int]:
-    """Width and height from a PNG's header."""
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
 
 
 def test_the_page_has_one_heading_of_each_section(report: Path) -> None:

@@ -148,7 +148,13 @@ def train(
     Raises:
         LayoutOptError: the server refuses for good, or nothing got on for ``settings.give_up_s``.
     """
-    return asyncio.run(Device(task, source, remote, settings or Settings(), secret, head, progress, announce).train())
+    device = Device(task, source, remote, settings or Settings(), secret, head, progress, announce)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(device.train())
+    with ThreadPoolExecutor(1) as apart:  # a notebook runs in an event loop of its own, which cannot run another
+        return apart.submit(lambda: asyncio.run(device.train())).result()
 
 
 class Device:
