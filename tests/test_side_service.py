@@ -82,6 +82,15 @@ def test_other_tasks_cross_as_well(running: Server, tmp_path: Path, changes: dic
     same_weights(device(running.address, task).weights, alone(tmp_path / "alone", task))
 
 
+def test_a_device_trains_within_a_running_event_loop(running: Server, expected: bytes) -> None:
+    """As in a notebook, whose cells run in one."""
+
+    async def cell() -> bytes:
+        return device(running.address).weights
+
+    same_weights(asyncio.run(cell()), expected)
+
+
 def test_a_head_is_where_the_network_starts(running: Server) -> None:
     head = {"classifier.bias": np.array([3.0, -1.0, 2.0], np.float32)}
     with Caller(running.address) as caller:
