@@ -13,6 +13,7 @@ in time (``costmodel/session.py``). With a journal, an interrupted calibration g
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -48,6 +49,8 @@ __all__ = [
     "is_held_out",
     "question",
 ]
+
+_LOG = logging.getLogger("layoutopt.costmodel")
 
 BATCH = 40
 SMALLEST_ARENA_BYTES = 4 << 20
@@ -123,6 +126,7 @@ def calibrate(
         budget.resume(kept.spent_s, SHARE_RESUMED * budget.total_s)
 
     def tell(what: str) -> None:
+        _LOG.debug("calibrating %s: %s, %.0f%% of the time", runtime.info.short, what, 100 * budget.share)
         if progress is not None:
             progress(what, budget.share)
 
@@ -180,6 +184,9 @@ def calibrate(
             work.ask(chooser, bench.fits)
         work.tighten()
         work.use_up(pool)
+        _LOG.info("%s: %d kernels measured, %d refused", runtime.info.short, len(session.entries), len(session.refused))
+        for reason in session.refused:
+            _LOG.debug("refused: %s", reason)
         return work.model()
     finally:
         session.close()

@@ -7,8 +7,10 @@ cached in memory by (source, options) and on disk by the driver (PoCL, NVIDIA, â
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +40,7 @@ _NVIDIA = "nvidia"
 (seen on 580.159)."""
 
 DUMP_ENV = "LAYOUTOPT_DUMP"
+_LOG = logging.getLogger("layoutopt.kernels")
 
 
 class Runtime:
@@ -109,6 +112,9 @@ class Runtime:
             DeviceError: one does not build; the label says which.
         """
         new = {key: pair for pair in sources if (key := _key(pair[0])) not in self._programs}
+        if not new:
+            return
+        begin_s, count = time.perf_counter(), len(new)
         for key, (source, label) in new.items():
             self._dump_source(label, key, source)
         if self._builders is not None and len(new) >= LEAST_SOURCES:
@@ -120,10 +126,12 @@ class Runtime:
             try:
                 program = self._compile(merged([new[key][0] for key in chunk]), quiet=True)
             except self._cl.Error:
-                continue  # built one by one, and the one that is wrong is named
+                _LOG.debug("%d programs do not build together: one by one", len(chunk))
+                continue  # and the one that is wrong is named
             self._programs |= {key: (program, section_suffix(i)) for i, key in enumerate(chunk)}
         for source, label in new.values():
             self._build(source, label)
+        _LOG.info("%d programs built for %s in %.1f s", count, self.info.short, time.perf_counter() - begin_s)
 
     def binary(self, source: str) -> bytes:
         """The driver's binary of a program, to be loaded by another process on this device.

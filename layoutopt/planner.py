@@ -5,6 +5,8 @@ Part of the face: it joins ``kernels`` and ``costmodel`` to the core, and import
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -56,6 +58,7 @@ AGAIN = 0.25
 
 _BY_TABLES = {**strategies.STRATEGIES, "bfs": bfs, "majority": majority, "chaindp": chaindp}
 
+_LOG = logging.getLogger(__name__)
 _REDUCTIONS = frozenset((*PRODUCTS, "attention", "attention_grad", *CONVOLUTIONS))
 
 
@@ -191,19 +194,26 @@ def _best(
     found: list[tuple[Tables, Plan]] = []
     refused: list[InfeasibleError | DeviceError] = []
     tried: list[tuple[Tables, Assignment]] = []
+    begin_s = time.perf_counter()
     graphs = _candidates(graph, rewrites, storage, keep, micro_batches or 1)
     pricer = pricer_of(costs, graphs, lambda one, own: tabulate(one, costs, progress=progress, pricer=own))
     # All are priced before any is solved: what is asked of the pricer meanwhile is of no consequence.
     priced = [tabulate(candidate, costs, progress=progress, pricer=pricer) for candidate in graphs]
+    _LOG.info("%s: %d forms priced in %.1f s", graph.name, len(priced), time.perf_counter() - begin_s)
     for tables in priced:
         if found and requested():
             break
+        begin_s = time.perf_counter()
         try:
             own, assignment = _assigned(tables, strategy, time_limit_s, progress)
             tried.append((own, assignment))
             found.append((tables, _placed(own, costs, assignment, strategy, memory_bytes, progress, keep)))
         except (InfeasibleError, DeviceError) as error:
+            _LOG.info("%s: no plan: %s", _form(tables), error)
             refused.append(error)
+            continue
+        seconds, report = time.perf_counter() - begin_s, found[-1][1].solver
+        _LOG.info("%s: %s, %.3f ms, in %.1f s", _form(tables), report.status, report.objective_ns * 1e-6, seconds)
     if found:
         return _beside(fastest(found), tried if refused else [])
     if not tried or rewrites is not None or origin_of(graph)[1]:
@@ -225,6 +235,11 @@ def _best(
         return cuts(graph, limit_bytes, lambda n: _candidates(graph, rewrites, storage, keep, n, optional=names)[0])
 
     return fit(graph, tried, smaller, limit_bytes, makers, refused[-1], parts)
+
+
+def _form(tables: Tables) -> str:
+    """A rewritten graph in words."""
+    return f"{tables.graph.name} with {', '.join(origin_of(tables.graph)[1]) or 'no rewrites'}"
 
 
 def _beside(best: tuple[Tables, Plan], tried: Sequence[tuple[Tables, Assignment]]) -> tuple[Tables, Plan]:

@@ -105,7 +105,8 @@ class Progress:
         self._task: Any = None
 
     def __enter__(self) -> Progress:
-        _LOG.info("%s", self._what)
+        if self._total is None:  # no stage will say it
+            _LOG.info("%s", self._what)
         if not self._quiet:
             from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
             from rich.progress import Progress as RichProgress

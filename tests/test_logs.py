@@ -110,7 +110,9 @@ def test_stages_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         for i in range(5):
             bar.fraction(f"part {i} of 5", i / 5)
         bar.stage("the end", 1, 1)
-    assert caplog.messages == ["working", "working: part 0 of 5", "working: the end"]
+    with Progress("dreaming", endless=True):
+        pass
+    assert caplog.messages == ["working: part 0 of 5", "working: the end", "dreaming"]
 
 
 class Terminal(io.StringIO):
