@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,13 +132,20 @@ def launched(rows: Sequence[dict[str, Any]], device: str | None, sweep: int) -> 
         buffers = [runtime.region(arena, begin, size - begin) if begin else arena for begin in at]
         for i, launch in enumerate(kernel.launches):
             named = f"{name_of(number)}{i}"
-            source = f"#define {launch.entry} {named}\n{program_source(kernel, launch)}"
+            source = renamed(program_source(kernel, launch), launch.entry, named)
             call = runtime.kernel(source, named, kernel.variant.label)
             call.set_args(*runtime.arguments(kernel, launch, buffers))
             if i == 0:
                 assert dust.sum(dtype=np.int64) == sweep
             cl.enqueue_nd_range_kernel(runtime.queue, call, launch.global_size, launch.local_size).wait()
     return addresses
+
+
+def renamed(source: str, entry: str, name: str) -> str:
+    """A kernel's source with its entry named so, and functions that it calls, which need not be inlined, after it."""
+    called = dict.fromkeys(re.findall(r"^[\w ]*\b(\w+)\([^;{)]*\)\s*\{", source, re.MULTILINE))
+    names = {entry: name} | {own: f"{name}_{own}" for own in called if own != entry}
+    return "".join(f"#define {own} {other}\n" for own, other in names.items()) + source
 
 
 def cachegrind(
@@ -282,7 +290,7 @@ def order(rows: Sequence[dict[str, Any]], level: str) -> dict[str, float | None]
     found = []
     for own in groups.values():
         counted = [pair[0] for pair in own]
-        if len(own) >= 3 and max(counted) - min(counted) >= APART * max(counted):
+        if len(own) >= 3 and max(counted) - min(counted) >= APART * max(counted) > 0:
             step = APART * max(counted)
             found.append(spearman(*([round(value / step) for value in side] for side in zip(*own, strict=True))))
     return {"spearman": float(np.mean(found)) if found else None, "ranked": len(found)}
