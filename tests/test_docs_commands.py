@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,8 +23,9 @@ import pytest
 
 from costmodel.device import load, save
 from kernels.runtime import pick
+from layoutopt import graphfile
 from layoutopt.cli import main
-from layoutopt.models import calibrated_path, shipped
+from layoutopt.models import calibrated_path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -74,7 +76,7 @@ def smaller(line: str, home: Path) -> str:
     """A command as it is executed here."""
     for what, by in SMALLER.items():
         line = line.replace(what, by)
-    return re.sub(r"\b(MODEL|SMALL)\b", lambda found: str(home / found[0]), line)
+    return line.replace("MODEL", str(home / "model.toml")).replace("SMALL", "small.graph")
 
 
 WITH_COMMANDS = [page for page in PAGES if shell_blocks(page.read_text(encoding="utf-8"))]
@@ -88,19 +90,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         A folder with the file of that device model, and the graph of two matrix products.
     """
     folder = tmp_path_factory.mktemp("home")
-    info = pick()
-    graphs = (shipped("vit-digits").hash,)
-    known = replace(load("generic-cpu"), name=info.name, driver=info.driver, limits=info.limits, graphs=graphs)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(folder / "data"))
         patch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
-        path = calibrated_path(info)
-        path.parent.mkdir(parents=True)
-        save(known, path)
-        save(known, folder / "MODEL")
         patch.syspath_prepend(str(folder))
         (folder / "two_products.py").write_text(TWO_PRODUCTS, encoding="utf-8")
-        assert main(["capture", "two_products:factory", "-o", str(folder / "SMALL")]) == 0
+        assert main(["capture", "two_products:factory", "-o", str(folder / "small.graph")]) == 0
+        info = pick()
+        graphs = (graphfile.load(folder / "small.graph").hash,)
+        known = replace(load("generic-cpu"), name=info.name, driver=info.driver, limits=info.limits, graphs=graphs)
+        calibrated_path(info).parent.mkdir(parents=True)
+        for file in (folder / "model.toml", calibrated_path(info)):
+            save(known, file)
         yield folder
 
 
@@ -139,6 +140,7 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path, monkeypatch: pytes
         pytest.importorskip(package, reason="needs every extra")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    shutil.copy(home / "small.graph", tmp_path)
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(r"--data (\S+\.txt)", text)):
         (tmp_path / name).write_text(MESSAGES, encoding="utf-8")
