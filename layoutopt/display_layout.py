@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -27,7 +28,7 @@ LINE_COLOURS = ("#fdbf6f", "#a6cee3", "#b2df8a", "#cab2d6")
 
 _INK, _PALE, _EDGE, _GROUND, _PADDING = "#1f2328", "#6e7781", "#d0d7de", "#ffffff", "#eaeef2"
 _ROW, _LETTER, _MARGIN = 20, 6.1, 8
-_FONT = {"font_family": "ui-monospace, Menlo, Consolas, monospace", "font_size": 10}
+_FONT: dict[str, Any] = {"font_family": "ui-monospace, Menlo, Consolas, monospace", "font_size": 10}
 
 
 def blocks(layout: Layout) -> tuple[int, ...]:
@@ -188,7 +189,7 @@ def _axis_labels(grid: _Grid, left: float, top: float, side: float) -> list[ET.E
 def _cell(
     grid: _Grid, row: int | None, column: int | None, x: float, y: float, side: float, line_elems: int
 ) -> list[ET.Element]:
-    where = {"x": f"{x + side / 2:g}", "y": f"{y + 14:g}", "text_anchor": "middle"}
+    where: dict[str, Any] = {"x": f"{x + side / 2:g}", "y": f"{y + 14:g}", "text_anchor": "middle"}
     if row is None or column is None:
         return [element("text", "…", fill=_PALE, **where, **_FONT)]
     offset = int(grid.offsets[0][row] + grid.offsets[1][column])
