@@ -37,8 +37,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of a step with hostile names; of a real model where pictures are to be kept."""
     folder = tmp_path_factory.mktemp("report")
     if _keeping():
-        plan, model = folder / "vit-digits-plan.json", "pocl-cpu-3.1"
-        assert main(["plan", "vit-digits", "--device-model", model, "-o", str(plan), "--time-limit", "30"]) == 0
+        plan, model = folder / "minilm-plan.json", "pocl-cpu-3.1"
+        assert main(["plan", "minilm", "--device-model", model, "-o", str(plan), "--time-limit", "30"]) == 0
     else:
         plan, model = planned_files(folder)[0], "generic-cpu"
     words = ["report", str(plan), "-o", str(folder / "report.html"), "--device-model", model]
@@ -170,9 +170,9 @@ def test_paper_shows_what_is_folded(browser: Any, report: Path) -> None:
 def test_screenshots(browser: Any, report: Path, tmp_path: Path) -> None:
     """Made in every run; kept in docs/pictures where LAYOUTOPT_PICTURES=1."""
     for name, size, scheme, target in (
-        ("report-desktop-light", (1280, 1700), "light", "h1"),
+        ("report-desktop-light", (1280, 1700), "light", "body"),
         ("report-desktop-dark", (1280, 1700), "dark", "#memory"),
-        ("report-phone-light", (390, 1500), "light", "h1"),
+        ("report-phone-light", (390, 1500), "light", "body"),
         ("report-phone-dark", (390, 1500), "dark", "#time"),
     ):
         with opened(browser, report, size, scheme, []) as page:

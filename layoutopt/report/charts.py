@@ -134,7 +134,7 @@ def area(key: str, title: str, description: str, series: Mapping[str, Sequence[f
         title: of the chart.
         description: in words.
         series: the lowest first, all of one length.
-        mark: position of the line.
+        mark: position of the line, from 0.
         unit: of the values.
     """
     import numpy as np
@@ -147,7 +147,7 @@ def area(key: str, title: str, description: str, series: Mapping[str, Sequence[f
         for number, (name, values) in enumerate(series.items()):
             top = below + np.asarray(values, float)
             axes.fill_between(
-                range(length),
+                range(1, length + 1),
                 below,
                 top,
                 step="mid",
@@ -156,12 +156,12 @@ def area(key: str, title: str, description: str, series: Mapping[str, Sequence[f
                 linewidth=0,
             )
             below = top
-        axes.axvline(mark, color=INK, linewidth=1, linestyle="--")
+        axes.axvline(mark + 1, color=INK, linewidth=1, linestyle="--")
         late = mark > length / 2
         axes.annotate(
-            " peak ", (mark, 1), xycoords=("data", "axes fraction"), va="bottom", ha="right" if late else "left"
+            " peak ", (mark + 1, 1), xycoords=("data", "axes fraction"), va="bottom", ha="right" if late else "left"
         )
-        axes.set_xlim(0, max(length - 1, 1))
+        axes.set_xlim(1, max(length, 2))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("step of the plan")
         axes.set_ylabel(unit)

@@ -124,8 +124,8 @@ def layouts_section(plan: Plan, planned: TrainingGraph, wave: int, line_bytes: i
     order = ranked(groups, lambda name: sum(x.size_bytes for x in groups[name]), len(groups))
     matrices = [name for name in order if any(x.layout.rank > 1 for x in groups[name])]
     said = (
-        f"{len(plan.layouts)} storages lie in {len(order)} patterns; {sum(x.copy for x in laid)} of them have a copy "
-        f"in another layout. {len(plan.relayouts)} relayouts are left in a step: they read and write "
+        f"{len(plan.layouts)} storages lie in {len(order)} patterns; {sum(x.copy for x in laid)} copies of them lie in "
+        f"another layout. {len(plan.relayouts)} relayouts are left in a step: they read and write "
         f"{mib(sum(r.bytes_moved for r in plan.relayouts))} MiB and are predicted to take "
         f"{ms(sum(r.cost.total_ns for r in plan.relayouts) * 1e-9)} ms. A pattern names digits from the slowest to the "
         'fastest: "rows, columns, 4 rows, 8 columns" keeps tiles of 4 × 8 contiguous, each row by row.'
@@ -161,8 +161,8 @@ def _patterns(groups: dict[str, list[_Laid]], order: Sequence[str]) -> Table:
     for name in order:
         own = groups[name]
         roles = ", ".join(dict.fromkeys(x.role for x in own))
-        rows.append((name, roles, str(len(own)), str(sum(x.copy for x in own)), mib(sum(x.size_bytes for x in own))))
-    head = ("pattern", "roles", "layouts", "of them copies", "MiB")
+        rows.append((name, str(len(own)), str(sum(x.copy for x in own)), mib(sum(x.size_bytes for x in own)), roles))
+    head = ("pattern", "layouts", "of them copies", "MiB", "roles")
     return Table("Distinct layouts, those of most bytes first", head, tuple(rows))
 
 

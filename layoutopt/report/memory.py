@@ -105,7 +105,7 @@ def memory_section(plan: Plan, planned: TrainingGraph, top: int) -> Section:
         f"{percent(plan.arena_bytes - peak, peak)}% more than what is alive there; none could take less than that."
     )
     series = _series(held, len(plan.steps))
-    seen = f"Areas by role over {len(plan.steps)} steps; the dashed line marks the peak, {mib(peak)} MiB at {step + 1}."
+    seen = f"Areas by role over {len(plan.steps)} steps; the line marks the peak, {mib(peak)} MiB at step {step + 1}."
     table = Table(
         f"Alive at the peak, by role (step {step + 1})",
         ("role", "buffers", "MiB", "% of peak"),
