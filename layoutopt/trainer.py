@@ -21,7 +21,7 @@ from layoutopt.errors import DeviceError, LayoutOptError
 from layoutopt.files import check_folder
 from layoutopt.show import Progress
 from layoutopt.trainer_data import Collator, Samples, collate
-from layoutopt.trainer_files import checkpoints, found, load_state, plan_of, restore, save_checkpoint, save_model
+from layoutopt.trainer_files import checkpoints, found, load_state, plan_of, restore, save_checkpoint, save_model, tidy
 from layoutopt.trainer_logs import Logs
 from layoutopt.trainer_types import (
     EvalPrediction,
@@ -218,6 +218,7 @@ class Trainer:
         if folder is not None:
             check_folder(folder)
             Path(folder).mkdir(parents=True, exist_ok=True)
+            tidy(folder)
         self._saved = -1
         if asked is not None and asked is not False:
             return found(folder, asked)

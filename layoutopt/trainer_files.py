@@ -27,7 +27,7 @@ from layoutopt.trainer_types import TrainerState
 if TYPE_CHECKING:
     from layoutopt.compiled import Compiled
 
-__all__ = ["checkpoints", "found", "load_state", "plan_of", "restore", "save_checkpoint", "save_model"]
+__all__ = ["checkpoints", "found", "load_state", "plan_of", "restore", "save_checkpoint", "save_model", "tidy"]
 
 _MODEL, _OPTIMIZER, _STATE, _PLAN = "model.safetensors", "optimizer.safetensors", "trainer_state.json", "plan.json"
 _FORMAT = 1
@@ -115,6 +115,16 @@ def save_checkpoint(compiled: Compiled, folder: str | os.PathLike[str], state: T
         for old in [path for path in checkpoints(where) if path != target][: -(keep - 1) or None]:
             shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def tidy(folder: str | os.PathLike[str]) -> None:
+    """Remove what a run that was killed while it saved has left; put back what it was about to replace."""
+    for left in sorted(Path(folder).glob(".checkpoint-*")):
+        name = left.name.lstrip(".").split(".")[0]
+        if left.name.endswith(".old") and not (left.parent / name).exists():
+            os.replace(left, left.parent / name)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def load_state(checkpoint: Path) -> TrainerState:

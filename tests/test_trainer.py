@@ -286,6 +286,17 @@ def test_checkpoints_are_whole_and_few(fresh: Any, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in Path("other").iterdir()} == {"log.csv"}
 
 
+def test_what_a_killed_run_left_is_tidied(fresh: Any) -> None:
+    args = arguments(output_dir="run", max_steps=2)
+    layoutopt.Trainer(fresh, args, rows()).train()
+    Path("run/.checkpoint-3.abc").mkdir()
+    Path("run/checkpoint-2").rename("run/.checkpoint-2.def.old")  # killed between two renames
+    Path("run/.checkpoint-2.def").mkdir()
+    more = arguments(output_dir="run", max_steps=3)
+    assert layoutopt.Trainer(fresh, more, rows()).train(resume_from_checkpoint=True).global_step == 3
+    assert {path.name for path in Path("run").iterdir()} == {"checkpoint-2", "checkpoint-3", "log.csv"}
+
+
 def broken(*_: object) -> None:
     raise OSError("disk full")
 
