@@ -55,6 +55,9 @@ class LayoutDoc(msgspec.Struct, frozen=True):
         """To the value; LayoutError where the file holds nonsense."""
         return Layout.build(self.shape, [Mode(*m) for m in self.modes], self.size, self.base)
 
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return self.layout()._repr_mimebundle_()
+
 
 class ItemCost(msgspec.Struct, frozen=True):
     """Predicted nanoseconds of one op or relayout, itemised; ``measured`` says that the total was looked up."""

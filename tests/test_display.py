@@ -19,7 +19,7 @@ from layoutopt.display_parts import bytes_text, html, table, time_text
 from layoutopt.graph import TrainingGraph
 from layoutopt.layout import Layout
 from layoutopt.passes import run_passes
-from layoutopt.plan import Plan, with_report
+from layoutopt.plan import LayoutDoc, Plan, with_report
 from simulator.simulate import CacheReport, simulate
 from tests.graphs import linear_step
 from tests.layout_cases import layouts
@@ -261,3 +261,4 @@ def test_a_layout_offers_its_picture_and_keeps_its_repr() -> None:
     assert set(layout._repr_mimebundle_()) == {"image/svg+xml"}
     assert ET.fromstring(layout._repr_mimebundle_()["image/svg+xml"]).tag == f"{SVG}svg"
     assert re.match(r"Layout\(shape=\(6, 8\), modes=\(Mode", repr(layout))
+    assert LayoutDoc.of(layout)._repr_mimebundle_() == layout._repr_mimebundle_()
