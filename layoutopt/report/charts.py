@@ -106,7 +106,9 @@ def bars(
             axes.barh(at, values, thick, left=left, label=cleaned(name), color=PALETTE[number % len(PALETTE)], **error)
             if stacked:
                 left = [a + b for a, b in zip(left, values, strict=True)]
-        most = max([*left, *(v for values in series.values() for v in values)], default=0.0) or 1.0
+        last = list(series.values())[-1:] or [[]]
+        ends = [v + s for v, s in zip(last[0], spread or [0.0] * len(names), strict=True)]
+        most = max([*left, *ends, *(v for values in series.values() for v in values)], default=0.0) or 1.0
         for place, name in zip(places, names, strict=True):
             above = place - thick / 2 - 0.05
             axes.text(0, above, _short(cleaned(name)), va="bottom", ha="left", fontsize=10.5)
