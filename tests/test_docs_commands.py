@@ -33,7 +33,6 @@ SMALLER = {
     "calibrate --graph vit-digits --budget 30": "calibrate --graph SMALL --budget 20",  # seconds
     "vit-digits -o plan.json": "SMALL -o plan.json",
     "compare vit-digits": "compare SMALL",
-    "--rounds 3": "--rounds 1",
     "capture distilbert": "capture bert-tiny",
     "advise minilm": "advise bert-tiny",
     "--batch 16 --seq 64": "--batch 4 --seq 16",
