@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from costmodel import device as device_models
@@ -20,7 +21,7 @@ from layoutopt.layout import Layout
 from layoutopt.memory import Buffer, fullest_bytes
 from layoutopt.plan import ItemCost, Plan
 from layoutopt.report.layouts import pattern, sample
-from layoutopt.report.memory import held_buffers, peak_of
+from layoutopt.report.memory import fullest_of_runs, held_buffers, peak_of
 from layoutopt.report.page import page
 from layoutopt.report.shapes import Section, Table
 from layoutopt.report.steps import steps_of
@@ -96,6 +97,15 @@ def test_the_peak_is_what_is_alive(shown: Parsed, made: tuple[Path, TrainingGrap
     blocks = shown.tables["Alive at the peak, by the block that first touches it"]
     assert sum(column(blocks, "buffers")) == len(alive)
     assert sum(column(table, "% of peak")) == pytest.approx(100, abs=0.05 * len(table))
+
+
+def test_long_steps_are_drawn_by_their_fullest_places() -> None:
+    total = np.random.default_rng(3).random(2802)
+    places = fullest_of_runs(total, 500)
+    assert len(places) == 467
+    assert int(total.argmax()) in places
+    assert places == sorted(set(places))
+    assert fullest_of_runs(total[:77], 500) == list(range(77))
 
 
 def test_layouts_and_relayouts_are_the_plans(shown: Parsed, made: tuple[Path, TrainingGraph, Plan]) -> None:

@@ -128,15 +128,24 @@ def bars(
         return embedded(figure, key, title, description)
 
 
-def area(key: str, title: str, description: str, series: Mapping[str, Sequence[float]], mark: int, unit: str) -> str:
+def area(
+    key: str,
+    title: str,
+    description: str,
+    places: Sequence[int],
+    series: Mapping[str, Sequence[float]],
+    mark: int,
+    unit: str,
+) -> str:
     """Series that add up, by position in the step; a line marks one position.
 
     Args:
         key: unique in the page.
         title: of the chart.
         description: in words.
-        series: the lowest first, all of one length.
-        mark: position of the line, from 0.
+        places: positions in the step, from 1, ascending.
+        series: the lowest first, a value for every place.
+        mark: position of the line.
         unit: of the values.
     """
     import numpy as np
@@ -144,12 +153,11 @@ def area(key: str, title: str, description: str, series: Mapping[str, Sequence[f
     with _style():
         figure = _figure(3.4)
         axes = figure.subplots()
-        length = len(next(iter(series.values()), ()))
-        below = np.zeros(length)
+        below = np.zeros(len(places))
         for number, (name, values) in enumerate(series.items()):
             top = below + np.asarray(values, float)
             axes.fill_between(
-                range(1, length + 1),
+                places,
                 below,
                 top,
                 step="mid",
@@ -158,12 +166,12 @@ def area(key: str, title: str, description: str, series: Mapping[str, Sequence[f
                 linewidth=0,
             )
             below = top
-        axes.axvline(mark + 1, color=INK, linewidth=1, linestyle="--")
-        late = mark > length / 2
+        axes.axvline(mark, color=INK, linewidth=1, linestyle="--")
+        late = mark > places[-1] / 2
         axes.annotate(
-            " peak ", (mark + 1, 1), xycoords=("data", "axes fraction"), va="bottom", ha="right" if late else "left"
+            " peak ", (mark, 1), xycoords=("data", "axes fraction"), va="bottom", ha="right" if late else "left"
         )
-        axes.set_xlim(1, max(length, 2))
+        axes.set_xlim(places[0], max(places[-1], places[0] + 1))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("step of the plan")
         axes.set_ylabel(unit)

@@ -17,12 +17,14 @@ from layoutopt.report import charts
 from layoutopt.report.shapes import Chart, Section, Table, in_words, mib, percent, ranked
 from layoutopt.report.steps import blocks_of_ops, blocks_of_storages
 
-__all__ = ["Held", "held_buffers", "memory_section", "peak_of"]
+__all__ = ["Held", "fullest_of_runs", "held_buffers", "memory_section", "peak_of"]
 
 ROLES = (
     *("parameter", "state", "constant", "input", "activation", "gradient", "output"),
     *("copy in another layout", "workspace"),
 )
+_PLACES = 500
+"""Of a chart: more would make the file large and show no more."""
 _PLURALS = {
     "parameter": "parameters",
     "state": "optimizer state",
@@ -105,7 +107,10 @@ def memory_section(plan: Plan, planned: TrainingGraph, top: int) -> Section:
         f"{percent(plan.arena_bytes - peak, peak)}% more than what is alive there; none could take less than that."
     )
     series = _series(held, len(plan.steps))
+    places = fullest_of_runs(np.sum(list(series.values()), axis=0), _PLACES)
     seen = f"Areas by role over {len(plan.steps)} steps; the line marks the peak, {mib(peak)} MiB at step {step + 1}."
+    if len(places) < len(plan.steps):
+        seen += f" Of every {-(-len(plan.steps) // _PLACES)} steps the fullest is drawn."
     table = Table(
         f"Alive at the peak, by role (step {step + 1})",
         ("role", "buffers", "MiB", "% of peak"),
@@ -122,7 +127,9 @@ def memory_section(plan: Plan, planned: TrainingGraph, top: int) -> Section:
             for name in ranked(by_block, lambda name: by_block[name][1], len(by_block))
         ),
     )
-    chart = charts.area("memory", "Memory over the step", seen, series, step, "MiB alive")
+    drawn = {name: [values[i] for i in places] for name, values in series.items()}
+    at = [i + 1 for i in places]
+    chart = charts.area("memory", "Memory over the step", seen, at, drawn, step + 1, "MiB alive")
     return Section(
         "memory",
         "Memory over the step",
@@ -149,6 +156,17 @@ def _series(held: Sequence[Held], steps: int) -> dict[str, list[float]]:
         changes[one.role][one.buffer.first] += one.buffer.size_bytes / 2**20
         changes[one.role][one.buffer.last + 1] -= one.buffer.size_bytes / 2**20
     return {_PLURALS[role]: list(c[:-1].cumsum()) for role, c in changes.items() if c.any()}
+
+
+def fullest_of_runs(total: np.ndarray, most: int) -> list[int]:
+    """Positions to draw: all, or of every run of equal length the one with the largest total.
+
+    Args:
+        total: by position.
+        most: positions.
+    """
+    length = max(-(-len(total) // most), 1)
+    return [at + int(np.argmax(total[at : at + length])) for at in range(0, len(total), length)]
 
 
 def _tensors(alive: Sequence[Held], names: Mapping[int, str], top: int) -> Table:
