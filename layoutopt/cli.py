@@ -342,7 +342,7 @@ def _probes(device: str | None, thorough: bool, output: Path | None, json: bool)
     from layoutopt.probing import cache_lines, probe_facts, probe_only, probe_rows
 
     runtime = open_runtime(device)
-    with Progress("probing", quiet=json):
+    with Progress("probing", quiet=json, endless=True):
         model = probe_only(runtime, thorough=thorough)
     if output is not None:
         device_models.save(model, output)
