@@ -1,10 +1,10 @@
 """The notebooks executed, as pages to read: ``docs/notebooks/NAME.md`` with its pictures in ``NAME_files``.
 
-    python docs/render_notebooks.py [NAME ...] [--html FOLDER]
+    python docs/render_notebooks.py [NAME ...] [--busy] [--html FOLDER]
 
 Notebooks are stored without outputs; GitHub and the documentation site show these pages instead. All are rendered by
-default. ``--html`` writes one self-contained HTML file each instead. What names the machine that rendered them, the
-OpenCL device above all, is taken out; times that they show are those of that run.
+default. ``--busy`` adds that the machine did other work meanwhile. ``--html`` writes one self-contained HTML file each
+instead. What names the machine that rendered them, the OpenCL device above all, is taken out.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def nameless(text: str, folder: Path) -> str:
     return re.sub(r" at 0x[0-9a-f]{6,}", "", text)
 
 
-def page(book: Any, name: str, folder: Path) -> tuple[str, Mapping[str, bytes]]:
-    """An executed notebook as Markdown, and its pictures by file name."""
+def page(book: Any, name: str, folder: Path, busy: bool) -> tuple[str, Mapping[str, bytes]]:
+    """An executed notebook as Markdown, and its pictures by file name; ``busy``: its times are worth little."""
     from nbconvert import MarkdownExporter
 
     exporter = MarkdownExporter()
@@ -80,8 +80,8 @@ def page(book: Any, name: str, folder: Path) -> tuple[str, Mapping[str, bytes]]:
     text = re.sub(r"\n{3,}", "\n\n", text).strip()
     today = date.today()
     note = (
-        f"*The outputs of [`notebooks/{name}.ipynb`](../../notebooks/{name}.ipynb), executed by "
-        f"`docs/render_notebooks.py` on {today.day} {today:%B %Y}; times are those of that run.*"
+        f"*`notebooks/{name}.ipynb`, executed by `docs/render_notebooks.py` on {today.day} {today:%B %Y}; times are "
+        f"those of that run{', beside other work on the same cores' * busy}.*"
     )
     return f"{text}\n\n{note}\n", {Path(file).name: data for file, data in made["outputs"].items()}
 
@@ -119,6 +119,7 @@ def main() -> None:
     """Render what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names())}; all by default")
+    parser.add_argument("--busy", action="store_true", help="say that other work ran beside")
     parser.add_argument("--html", type=Path, metavar="FOLDER", help="write HTML there instead of pages")
     args = parser.parse_args()
     unknown = set(args.names) - set(names())
@@ -133,7 +134,7 @@ def main() -> None:
                 args.html.mkdir(parents=True, exist_ok=True)
                 (args.html / f"{name}.html").write_text(html_page(book, folder), encoding="utf-8")
             else:
-                write_page(name, *page(book, name, folder))
+                write_page(name, *page(book, name, folder, args.busy))
         print(f"rendered {name}", flush=True)
     size = sum(file.stat().st_size for file in PAGES.rglob("*") if file.is_file())
     if size > MOST_BYTES:
