@@ -50,10 +50,6 @@ def _keeping() -> bool:
     return os.environ.get("LAYOUTOPT_PICTURES") == "1"
 
 
-def view_name(view: Any) -> str:
-    return f"{view[0]}" if isinstance(view, tuple) else str(view)
-
-
 @pytest.fixture(params=VIEWS, ids=lambda v: f"{v[0][0]}-{v[1]}")
 def page(request: pytest.FixtureRequest, browser: Any, report: Path) -> Iterator[Any]:
     said: list[str] = []
@@ -170,13 +166,14 @@ def test_paper_shows_what_is_folded(browser: Any, report: Path) -> None:
 def test_screenshots(browser: Any, report: Path, tmp_path: Path) -> None:
     """Made in every run; kept in docs/pictures where LAYOUTOPT_PICTURES=1."""
     for name, size, scheme, target in (
-        ("report-desktop-light", (1280, 1700), "light", "body"),
+        ("report-desktop-light", (1280, 1700), "light", ""),
         ("report-desktop-dark", (1280, 1700), "dark", "#memory"),
-        ("report-phone-light", (390, 1500), "light", "body"),
+        ("report-phone-light", (390, 1500), "light", ""),
         ("report-phone-dark", (390, 1500), "dark", "#time"),
     ):
         with opened(browser, report, size, scheme, []) as page:
-            page.locator(target).evaluate("e => e.scrollIntoView()")
+            if target:
+                page.locator(target).evaluate("e => e.scrollIntoView()")
             file = tmp_path / f"{name}.png"
             page.screenshot(path=file)
             width, height = png_size(file.read_bytes())

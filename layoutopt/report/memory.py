@@ -104,7 +104,7 @@ def memory_section(plan: Plan, planned: TrainingGraph, top: int) -> Section:
     said = (
         f"Most is alive at step {step + 1} of {len(plan.steps)}, {names[step]} ({phase}): {mib(peak)} MiB in "
         f"{len(alive)} buffers, among them {parts}. The arena takes {mib(plan.arena_bytes)} MiB, "
-        f"{percent(plan.arena_bytes - peak, peak)}% more than what is alive there; none could take less than that."
+        f"{percent(plan.arena_bytes - peak, peak)}% more than what is alive there, which no arena can do without."
     )
     series = _series(held, len(plan.steps))
     places = fullest_of_runs(np.sum(list(series.values()), axis=0), _PLACES)
