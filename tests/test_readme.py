@@ -77,12 +77,12 @@ def test_files_and_modules_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.device  # the one that a user gets
-def test_the_python_example_runs(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tutorials_python_example_runs(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("sklearn", reason="needs the extra 'demo'")
     from costmodel import device as device_models
     from layoutopt.models import calibrated_path, shipped
 
-    (example,) = blocks(README, "python")
+    (example,) = blocks((ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8"), "python")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     info = pick()
     # A stored calibration, so that none is made: the generic CPU's facts under this device's name.
@@ -94,12 +94,36 @@ def test_the_python_example_runs(capsys, tmp_path: Path, monkeypatch: pytest.Mon
     path.parent.mkdir(parents=True)
     device_models.save(model, path)
     values: dict[str, object] = {}
-    exec(compile(example, "README.md", "exec"), values)
+    exec(compile(example, "tutorial.md", "exec"), values)
     assert values["model"] == model
     losses = values["history"].losses  # type: ignore[attr-defined]
     assert len(losses) == 23
     assert losses[-1] < losses[0]
     assert "relayouts" in capsys.readouterr().out
+
+
+@pytest.mark.device  # the one that a user gets
+def test_the_readmes_python_example_runs(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs the extra 'torch'")
+    (example,) = blocks(README, "python")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Linear(8, 3)
+
+        def forward(self, x, labels):
+            return torch.nn.functional.cross_entropy(self.body(x), labels)
+
+    model, batch = Model(), {"x": torch.randn(16, 8), "labels": torch.arange(16) % 3}
+    start = {name: x.clone() for name, x in model.state_dict().items()}
+    example = example.replace('memory="1GiB"', 'memory="1GiB", calibration_s=0')  # nothing is measured
+    exec(compile(example, "README.md", "exec"), {"model": model, "batch": batch, "batches": [batch] * 3})
+    losses = [float(line) for line in capsys.readouterr().out.split()]
+    assert len(losses) == 3
+    assert losses == sorted(losses, reverse=True)
+    assert all(not torch.equal(x, start[name]) for name, x in model.state_dict().items())
 
 
 def test_devices_as_in_the_readme(capsys) -> None:
