@@ -12,7 +12,7 @@ PIP        = -m pip --disable-pip-version-check install
 # A complete environment serves the demo as well.
 DEMO_READY := $(if $(wildcard $(VENV)/.stamp-all),$(VENV)/.stamp-all,$(DEMO_VENV)/.stamp-demo)
 
-.PHONY: help setup demo test lint format notebooks pages package clean distclean
+.PHONY: help setup demo test lint format notebooks pages docs package clean distclean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -45,6 +45,9 @@ package: setup ## the wheel and the sdist in dist/, checked as an index would
 	rm -rf dist
 	$(VENV)/bin/python -m build --no-isolation
 	$(VENV)/bin/python -m twine check --strict dist/*
+
+docs: setup ## the documentation site, in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 clean: ## remove caches, demo output and the demo's environment
 	rm -rf $(DEMO_VENV) demo runs build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache
