@@ -260,3 +260,21 @@ def test_verbs_are_documented_argument_by_argument() -> None:
 
 def test_shipped_names_are_graphs() -> None:
     assert api.graph_of("vit-digits").hash == shipped("vit-digits").hash
+
+
+def test_names_that_the_readme_showed_are_kept() -> None:
+    """They are promised in docs/library.md, whatever the README shows now."""
+    code = (
+        "import warnings; warnings.simplefilter('error')\n"
+        "import layoutopt\n"
+        "from kernels.execute import Executor\n"
+        "from kernels.runtime import Runtime, pick\n"
+        "from layoutopt import digits\n"
+        "from layoutopt.facade import solve_plan\n"
+        "from layoutopt.graphfile import load\n"
+        "from layoutopt.models import device_model, shipped\n"
+        "from layoutopt.train import Schedule, evaluate, fit\n"
+        "import inspect; assert list(inspect.signature(fit).parameters)[:2] == ['executor', 'data']\n"
+        "assert Schedule(peak=2e-3, total_steps=23)(1) == 2e-3 and callable(digits.load) and callable(layoutopt.train)\n"
+    )
+    run(code)
