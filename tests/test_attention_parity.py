@@ -8,6 +8,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="needs the extra 'torch'")
+
 from costmodel.device import load as load_model
 from costmodel.model import CostModel
 from kernels.execute import Executor

@@ -7,6 +7,9 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="needs the extra 'torch'")
+
 import torch
 
 from kernels.execute import Executor

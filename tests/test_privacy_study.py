@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch", reason="needs the extra 'torch'")
+
 from benchmarks.privacy import inversion, labels, pivot, taps
 from benchmarks.side_privacy import balanced, privacy_of
 

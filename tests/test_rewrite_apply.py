@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="needs the extra 'torch'")
+
 from kernels.execute import Executor
 from kernels.reference import run
 from layoutopt import planner

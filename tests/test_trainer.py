@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="needs the extra 'torch'")
+
 import torch
 from torch import nn
 from torch.nn import functional as F
