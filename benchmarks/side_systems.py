@@ -425,7 +425,7 @@ def _compare_footprint(whole: dict[str, Any], row: dict[str, Any]) -> None:
 
 def first_at(row: dict[str, Any], level: float) -> float | None:
     """Seconds until so many held-out samples were first seen to be right."""
-    return next((seconds for _, seconds, right in row["looks"] if right >= level), None)
+    return next((seconds for _, seconds, right in row.get("looks", ()) if right >= level), None)
 
 
 def _compare_training(full: dict[str, Any], row: dict[str, Any]) -> None:

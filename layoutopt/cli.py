@@ -25,7 +25,7 @@ from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_target
-from layoutopt.show import Progress, emit, fail, out, say, table
+from layoutopt.show import Progress, emit, fail, forget_said, last_said, out, say, table
 
 if TYPE_CHECKING:
     from layoutopt.graph import TrainingGraph
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     # Read when numpy is first imported. A fit's matrices are small: two threads made it ten times as long.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    forget_said()
     try:
         app(args=list(argv) if argv is not None else None)
     except LayoutOptError as error:
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         fail("layoutopt: interrupted")
         return 130
     except SystemExit as stop:  # how typer ends, usage errors with code 2 among them
-        if stop.code == 130:  # Ctrl-C in a command, about which typer says nothing
+        if stop.code == 130 and "interrupted" not in last_said():  # Ctrl-C, about which typer says nothing
             fail("layoutopt: interrupted")
         return stop.code if isinstance(stop.code, int) else 1
     finally:

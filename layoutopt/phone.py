@@ -27,7 +27,7 @@ __all__ = ["FOLDER", "export_bundle"]
 FOLDER = "layoutopt-phone"
 WHOLE = ("kernels", "costmodel")
 """Packages that go along whole, OpenCL sources included."""
-ROOTS = ("costmodel.calibrate", "layoutopt.probing", "layoutopt.graphfile", "layoutopt.rewrites")
+ROOTS = ("costmodel.calibrate", *(f"layoutopt.{name}" for name in ("deprecation", "graphfile", "probing", "rewrites")))
 STANDINS = {
     "structs.py": ("msgspec/__init__.py",),
     "pack.py": ("msgspec/msgpack.py",),

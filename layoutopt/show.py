@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["SAID", "Progress", "console", "emit", "fail", "is_quiet", "out", "say", "set_quiet", "table"]
+__all__ = [
+    "SAID",
+    "Progress",
+    "console",
+    "emit",
+    "fail",
+    "forget_said",
+    "is_quiet",
+    "last_said",
+    "out",
+    "say",
+    "set_quiet",
+]
+__all__ += ["table"]
 
 SAID = "layoutopt.said"
 """Logger of what is printed for people: it goes to the log's file only."""
@@ -23,6 +36,7 @@ logging.getLogger(SAID).addHandler(logging.NullHandler())  # or Python would pri
 
 class _State:
     quiet = False
+    last = ""
 
 
 def set_quiet(quiet: bool) -> None:
@@ -52,13 +66,25 @@ def say(line: str) -> None:
     """A line about what is going on."""
     logging.getLogger(SAID).info("%s", line.removeprefix("layoutopt: "))
     if not _State.quiet:
+        _State.last = line
         print(line, file=sys.stderr)
 
 
 def fail(line: str) -> None:
     """A line about why it ends."""
     logging.getLogger(SAID).error("%s", line.removeprefix("layoutopt: "))
+    _State.last = line
     print(line, file=sys.stderr)
+
+
+def last_said() -> str:
+    """The last sentence of the command that runs."""
+    return _State.last
+
+
+def forget_said() -> None:
+    """Another command begins."""
+    _State.last = ""
 
 
 def emit(value: Any) -> None:

@@ -38,6 +38,10 @@ def command_lines() -> list[str]:
 def test_command_lines_parse(line: str) -> None:
     _, *words = shlex.split(line, comments=True)
     group = get_command(app)
+    while words[0].startswith("-") and words[1:]:  # options before the command
+        takes_value = words[0] in ("--config", "--log-file")
+        assert takes_value or words[0] in ("-v", "-vv", "-q"), f"no option {words[0]}"
+        words = words[1 + takes_value :]
     if words == ["--version"]:
         return
     assert words[0] in group.commands, f"no command {words[0]}"

@@ -59,14 +59,24 @@ def test_the_target_is_the_first_look_that_is_good_enough():
 def test_ratios_beside_the_papers(capsys: pytest.CaptureFixture[str]):
     rows = rows_of(None)
     side = {"way": "side", "weights": "fp32", "link": "20Mbps", "steps": 20}
-    rows.add({"part": "accuracy", "way": "full", "target_s": 30.0})
-    pivot = {**side, "taps": "int4:64", "tokens": "pivot", "target_s": 10.0, "link_bytes": 100, "computed": 160}
+    rows.add({"part": "accuracy", "way": "full", "target_s": 30.0, "looks": [[5, 15.0, 0.94], [10, 30.0, 0.985]]})
+    pivot = {
+        **side,
+        "taps": "int4:64",
+        "tokens": "pivot",
+        "looks": [[9, 10.0, 0.97]],
+        "link_bytes": 100,
+        "computed": 160,
+    }
     rows.add({"part": "accuracy", **pivot})
-    rows.add({"part": "accuracy", **pivot, "taps": "int8:64", "tokens": "all", "target_s": None, "link_bytes": 1000})
+    rows.add({"part": "accuracy", **pivot, "taps": "int8:64", "tokens": "all", "looks": [], "link_bytes": 1000})
     rows.add({"part": "window", **pivot, "window": 4, "utilisation": 0.5})
     side_systems.summary(rows)
     shown = capsys.readouterr().out
-    assert "full 3.00 times as long" in shown
+    assert "97% after 10.0 s, full 3.00 times as long" in shown
+    assert "int4:64 pivot, 20Mbps: 98% is reached by full alone" in shown
+    assert "int8:64 all, 20Mbps: 95% is reached by full alone" in shown
+    assert "99%" not in shown
     assert "95.00% less than all tokens in each of 2 epochs" in shown
     assert "window 4: the device computes 50% of the time" in shown
 
