@@ -25,8 +25,8 @@ __all__ = [
     "out",
     "say",
     "set_quiet",
+    "table",
 ]
-__all__ += ["table"]
 
 SAID = "layoutopt.said"
 """Logger of what is printed for people: it goes to the log's file only."""
