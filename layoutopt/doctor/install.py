@@ -22,13 +22,15 @@ _PURPOSE = {
     "onnx": "read ONNX files",
     "ray": "sweep on a Ray cluster",
     "parquet": "write Parquet tables",
-    "side": "side-tuning",
+    "report": "write reports",
+    "tensorboard": "log for TensorBoard",
+    "side": "train side networks",
     "examples": "fine-tune the pretrained text model",
-    "demo": "the demo",
+    "demo": "run the demo",
     "notebook": "run the notebooks",
-    "pocl": "an OpenCL driver for the CPU",
+    "pocl": "have an OpenCL driver for the CPU",
 }
-_DEVELOPERS = ("all", "dev")
+_DEVELOPERS = ("all", "dev", "docs")
 _LEAST_FREE_BYTES = 1 << 30
 _MIB = 1 << 20
 
