@@ -23,6 +23,7 @@ from layoutopt.cli_export import export
 from layoutopt.cli_report import report
 from layoutopt.cli_simulate import simulate
 from layoutopt.cli_sweep import sweep
+from layoutopt.display_parts import bytes_text
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_target
 from layoutopt.show import Progress, emit, fail, forget_said, last_said, out, say, table
@@ -183,8 +184,8 @@ def devices(json: Json = False) -> None:
         out(f"{row['index']}: {row['label']}")
         out(f"   {row['kind']}, {row['compute_units']} compute units, driver {row['driver']}, {row['version']}")
         out(
-            f"   memory {_bytes(row['global_mem_bytes'])} (one buffer {_bytes(row['max_alloc_bytes'])}), "
-            f"local {_bytes(row['local_mem_bytes'])}, work group {row['max_work_group_size']}, "
+            f"   memory {bytes_text(row['global_mem_bytes'])} (one buffer {bytes_text(row['max_alloc_bytes'])}), "
+            f"local {bytes_text(row['local_mem_bytes'])}, work group {row['max_work_group_size']}, "
             f"images {'yes' if row['images'] else 'no'}"
         )
         if row["note"]:
@@ -735,16 +736,8 @@ def _plan_facts(plan, graph: TrainingGraph, model) -> dict[str, object]:  # noqa
 
 def _cell(key: str, value: object) -> str:
     if key.endswith("_bytes") and isinstance(value, int):
-        return _bytes(value)
+        return bytes_text(value)
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _bytes(n: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:.4g} {unit}"
-        n /= 1024  # type: ignore[assignment]
-    return str(n)
 
 
 if __name__ == "__main__":

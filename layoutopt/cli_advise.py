@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from layoutopt import complete
+from layoutopt.display_parts import bytes_text
 from layoutopt.errors import LayoutOptError
 from layoutopt.show import Progress, emit, out, table
 
@@ -166,20 +167,12 @@ def cells(way: Way, advice: Advice) -> list[str]:
         f"{way.device_s * 1e3:.2f}",
         f"{way.link_s * 1e3:.2f}" if way.taps else "-",
         f"{way.step_s * 1e3:.2f}",
-        _bytes(way.sample_bytes) if way.taps else "0",
-        _bytes(way.first_epoch_bytes) if way.taps else "0",
-        _bytes(way.later_epoch_bytes) if way.taps else "0",
+        bytes_text(way.sample_bytes) if way.taps else "0",
+        bytes_text(way.first_epoch_bytes) if way.taps else "0",
+        bytes_text(way.later_epoch_bytes) if way.taps else "0",
         f"{relative:.2f}" if relative is not None else "-",
         _joules(way),
     ]
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 def _joules(way: Way) -> str:

@@ -9,6 +9,7 @@ import typer
 
 from layoutopt import complete
 from layoutopt.cli_device import open_runtime
+from layoutopt.cli_options import Calibration, DeviceModel, Json, Memory, Strategy, TimeLimit
 from layoutopt.errors import LayoutOptError
 from layoutopt.show import Progress, emit, out, say
 
@@ -25,7 +26,7 @@ def capture(
     tokens: Annotated[str, typer.Option("--tokens", help="pivot: the token that the loss uses; or all.")] = "pivot",
     tap_format: Annotated[str, typer.Option("--tap-format", help="int4:64, int8:64, fp4:32, float32, …")] = "int4:64",
     taps: Annotated[str, typer.Option("--taps", help="Comma-separated modules, or late; all by default.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    json: Json = False,
 ) -> None:
     """Capture the graph that a device runs in side-tuning: for `layoutopt plan`, `compare` and `simulate`."""
     from layoutopt.files import check_target
@@ -69,17 +70,12 @@ def evaluate(
         ),
     ] = "fp32",
     device: Annotated[str | None, typer.Option("--device", help="Index or part of its name.")] = None,
-    device_model: Annotated[
-        str | None,
-        typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models),
-    ] = None,
-    strategy: Annotated[
-        str, typer.Option("--strategy", help="Of the planner.", autocompletion=complete.strategies)
-    ] = "ilp",
-    memory: Annotated[str | None, typer.Option("--memory", help="Device memory: 512MiB, 2GiB, …")] = None,
-    time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
-    calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,
-    json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+    device_model: DeviceModel = None,
+    strategy: Strategy = "ilp",
+    memory: Memory = None,
+    time_limit: TimeLimit = 60.0,
+    calibration: Calibration = 60.0,
+    json: Json = False,
 ) -> None:
     """Run backbone and side network as one graph on the device: accuracy on the samples that were held out."""
     from costmodel import device as devices

@@ -12,6 +12,7 @@ import typer
 from layoutopt import complete, interrupts, logs
 from layoutopt.cli_device import open_runtime
 from layoutopt.cli_evaluate import capture, evaluate
+from layoutopt.cli_options import Calibration, DeviceModel, Json, Memory, Strategy, TimeLimit
 from layoutopt.errors import LayoutOptError
 from layoutopt.files import check_folder
 from layoutopt.show import Progress, emit, out, say, table
@@ -25,8 +26,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
 @app.command()
@@ -166,16 +165,11 @@ def device(
     device_: Annotated[
         str | None, typer.Option("--device", help="Index or part of a name (see `layoutopt devices`).")
     ] = None,
-    device_model: Annotated[
-        str | None,
-        typer.Option("--device-model", help="A file or a built-in name.", autocompletion=complete.device_models),
-    ] = None,
-    strategy: Annotated[
-        str, typer.Option("--strategy", help="Of the planner.", autocompletion=complete.strategies)
-    ] = "ilp",
-    memory: Annotated[str | None, typer.Option("--memory", help="Device memory: 512MiB, 2GiB, …")] = None,
-    time_limit: Annotated[float, typer.Option("--time-limit", help="Seconds for the exact solver.")] = 60.0,
-    calibration: Annotated[float, typer.Option("--calibration", min=5.0, help="Seconds if none exists yet.")] = 60.0,
+    device_model: DeviceModel = None,
+    strategy: Strategy = "ilp",
+    memory: Memory = None,
+    time_limit: TimeLimit = 60.0,
+    calibration: Calibration = 60.0,
     give_up: Annotated[
         float, typer.Option("--give-up", min=0.0, help="Seconds without progress, then the command ends.")
     ] = 600.0,

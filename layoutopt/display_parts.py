@@ -55,20 +55,21 @@ def html(*parts: ET.Element) -> str:
 
 def bytes_text(size: float) -> str:
     """Bytes in the unit that suits them: ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+    return _in_units(size, 1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def time_text(ns: float) -> str:
     """Nanoseconds in the unit that suits them: ``1.5 ms``."""
-    for unit in ("ns", "µs", "ms"):
-        if ns < 1000:
-            return f"{ns:.4g} {unit}"
-        ns /= 1000
-    return f"{ns:.4g} s"
+    return _in_units(ns, 1000, ("ns", "µs", "ms", "s"))
+
+
+def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
+    *smaller, largest = units
+    for unit in smaller:
+        if value < step:
+            return f"{value:.4g} {unit}"
+        value /= step
+    return f"{value:.4g} {largest}"
 
 
 def count_text(number: float) -> str:

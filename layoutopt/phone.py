@@ -27,6 +27,7 @@ __all__ = ["FOLDER", "export_bundle"]
 FOLDER = "layoutopt-phone"
 WHOLE = ("kernels", "costmodel")
 """Packages that go along whole, OpenCL sources included."""
+# The package itself looks up old names in ``deprecation``, by a string that no parser of imports sees.
 ROOTS = ("costmodel.calibrate", *(f"layoutopt.{name}" for name in ("deprecation", "graphfile", "probing", "rewrites")))
 STANDINS = {
     "structs.py": ("msgspec/__init__.py",),

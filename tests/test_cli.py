@@ -14,8 +14,9 @@ import pytest
 
 import layoutopt
 from kernels.runtime import devices
-from layoutopt import cli, finetune, graphfile, plan
+from layoutopt import finetune, graphfile, plan
 from layoutopt.cli import main
+from layoutopt.display_parts import bytes_text
 from layoutopt.graph import TrainingGraph
 from tests.face import USER_MODULE, own_folder, refused, text_checkpoint, write_samples, write_text
 
@@ -462,7 +463,7 @@ def test_demo_in_small(capsys, net: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_sizes_are_written_for_people() -> None:
-    assert [cli._bytes(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**30)] == [
+    assert [bytes_text(n) for n in (0, 1023, 1024, 3 * 2**20, 5 * 2**30)] == [
         "0 B",
         "1023 B",
         "1 KiB",

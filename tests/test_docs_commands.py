@@ -26,6 +26,7 @@ from kernels.runtime import pick
 from layoutopt import graphfile
 from layoutopt.cli import main
 from layoutopt.models import calibrated_path
+from tests.test_readme import blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,8 +68,7 @@ def loss(model, batch):
 
 def shell_blocks(text: str) -> list[str]:
     """The lines of all blocks marked as shell."""
-    found = re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [line for block in found for line in block.splitlines() if line.strip()]
+    return [line for block in blocks(text, "sh") for line in block.splitlines() if line.strip()]
 
 
 def smaller(line: str, home: Path) -> str:
@@ -144,7 +144,7 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path, monkeypatch: pytes
     for name in set(re.findall(r"--data (\S+\.txt)", text)):
         (tmp_path / name).write_text(MESSAGES, encoding="utf-8")
     for name, module in zip(
-        re.findall(r"^\(`(\w+\.py)` here\):", text, re.MULTILINE), blocks_of_python(text), strict=False
+        re.findall(r"^\(`(\w+\.py)` here\):", text, re.MULTILINE), blocks(text, "python"), strict=False
     ):
         (tmp_path / name).write_text(module, encoding="utf-8")
     servers = Servers()
@@ -160,11 +160,6 @@ def test_commands_run(page: Path, home: Path, tmp_path: Path, monkeypatch: pytes
             assert main(words) == 0, line
     finally:
         servers.stop()
-
-
-def blocks_of_python(text: str) -> list[str]:
-    """Modules that a page shows."""
-    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def test_what_is_made_smaller_is_there() -> None:

@@ -43,6 +43,7 @@ FACE = {
         "cli_side",
         "cli_simulate",
         "cli_sweep",
+        "cli_options",
         "cli_pareto",
         "compare",
         "config",

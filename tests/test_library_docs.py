@@ -10,9 +10,10 @@ import pytest
 
 import layoutopt
 from tests.face import own_folder
+from tests.test_readme import blocks
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "library.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+BLOCKS = blocks(PAGE.read_text(encoding="utf-8"), "python")
 
 
 @pytest.mark.peer
